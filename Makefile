@@ -1,0 +1,42 @@
+# make setup   .venv with everything pinned        make demo   a model learns from long text, start to end
+# make check   format, lint, types, contracts      make test   the whole test suite
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 2
+export TOKENIZERS_PARALLELISM ?= true
+
+DEMO_TOKENS ?= 2048
+DEMO_STEPS ?= 6
+DEMO_FOLDER ?= build/demo
+
+.PHONY: setup demo test check format clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Narrowboat needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable .
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo_data.py --tokens $(DEMO_TOKENS) $(DEMO_FOLDER)/data
+	$(BIN)/narrowboat train examples/demo.yaml --data.max_tokens $(DEMO_TOKENS) --train.steps $(DEMO_STEPS)
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,97 @@
+"""Everything Narrowboat refuses, and how it says so: a fact, its numbers, the next action.
+
+NarrowboatError                     exit code 1
+├── OptionError                     2   a mistake in the configuration; all of them are reported together
+├── DataError                       1   a file or record that cannot be used
+├── ModelError                      1   a model or adapter that cannot be loaded or trained
+│   └── AnatomyError                1   a model whose structure is not understood
+├── BudgetError                     3   no plan fits the budget
+├── OutOfMemory                     3   memory ran out although the plan should have fitted
+├── CheckpointError                 1   a checkpoint that cannot be written or read
+├── MachineError                    1   a device, driver or disk that cannot do what was asked
+└── Interrupted                     130 or 143   stopped by a signal, after saving
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+class NarrowboatError(Exception):
+    """The root: catch it to catch everything that Narrowboat refuses."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One wrong entry of a configuration: where it stands, what it is, what would be right."""
+
+    where: str
+    key: str
+    value: object
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.key} = {self.value!r}: {self.problem}"
+
+
+class OptionError(NarrowboatError):
+    """One or many mistakes in a configuration, found before anything was loaded."""
+
+    exit_code = 2
+
+    def __init__(self, mistakes: Iterable[Mistake] | str) -> None:
+        self.mistakes = [] if isinstance(mistakes, str) else list(mistakes)
+        lines = [mistakes] if isinstance(mistakes, str) else [str(m) for m in self.mistakes]
+        super().__init__("\n".join(lines))
+
+
+class DataError(NarrowboatError):
+    """A file or record that cannot be used; names file, line and number."""
+
+
+class ModelError(NarrowboatError):
+    """A model or adapter that cannot be loaded or trained."""
+
+
+class AnatomyError(ModelError):
+    """A model whose embedding, layers, norm or head were not found, or a layer that cannot be tiled."""
+
+
+class BudgetError(NarrowboatError):
+    """No plan fits the budget; names the thriftiest one, its largest part and the option that would help."""
+
+    exit_code = 3
+
+
+class OutOfMemory(NarrowboatError):
+    """Memory ran out on the last rung of the ladder."""
+
+    exit_code = 3
+
+
+class CheckpointError(NarrowboatError):
+    """A checkpoint that cannot be written or read; earlier ones stay whole."""
+
+
+class MachineError(NarrowboatError):
+    """A device, driver or disk that cannot do what was asked."""
+
+
+class Interrupted(NarrowboatError):
+    """Stopped by SIGINT or SIGTERM after the step in progress was finished and saved."""
+
+    def __init__(self, signal_number: int, saved: str) -> None:
+        self.exit_code = 128 + signal_number
+        name = signal.Signals(signal_number).name
+        super().__init__(f"Stopped by {name}; the run is saved in {saved}. Go on with --resume.")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``". Did you mean 'rank'?"``, or nothing when no known name is near."""
+    near = get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f". Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

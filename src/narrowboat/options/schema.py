@@ -1,0 +1,123 @@
+"""Every option, once: its type, default and sentence are also its flag, its help and its line in the reference page.
+
+Options are what the user decides, and may change the result. What Narrowboat decides is ``plan.MemoryPlan``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+
+
+def _split_commas(value: object) -> object:
+    """A flag gives ``q_proj,v_proj`` where a file gives a list."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+
+
+class Group(BaseModel):
+    """A named group of options: ``lora.rank`` is the field ``rank`` of the group ``lora``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelOptions(Group):
+    """The model that learns."""
+
+    name: str = Field(
+        "smollm2-135m",
+        description="A transformers causal language model: a folder, a hub name, or smollm2-135m, which every machine "
+        "with a package index can fetch.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Number format of the frozen weights; auto takes what the device does well."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train; auto takes a CUDA card if there is one.")
+
+
+class LoraOptions(Group):
+    """The adapter."""
+
+    rank: int = Field(16, ge=1, le=4096, description="Rank of the two small matrices.")
+    alpha: float = Field(32.0, gt=0, description="Scale: what the adapter adds is multiplied by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Share of the adapter's inputs zeroed while training.")
+    targets: Names = Field(
+        ("all-linear",),
+        min_length=1,
+        description="Modules that get an adapter, by the end of their name, or all-linear for every one but the head.",
+    )
+    bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained as well.")
+
+
+class DataOptions(Group):
+    """What the model learns from."""
+
+    train: Names = Field((), description="Files and folders to learn from.")
+    heldout: Names = Field((), description="Files and folders to measure on; never learnt.")
+    heldout_share: float = Field(
+        0.05, ge=0, lt=1, description="Share of the training documents held out when data.heldout is empty."
+    )
+    max_tokens: int | None = Field(
+        None, ge=8, description="Longest example in tokens; the model's number of positions if not given."
+    )
+    learn: Literal["assistant", "last", "all"] = Field(
+        "assistant", description="Which turns of a dialogue are learnt: every assistant turn, the last one, or all text."
+    )
+    strict: bool = Field(False, description="Stop at the first record that cannot be used instead of counting it.")
+
+
+class MemoryOptions(Group):
+    """The budget, and how to live within it."""
+
+    budget: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="Bytes that the run may hold on the device, such as 24GiB (2^30) or 24GB (10^9); 0.9 of what is "
+        "free if not given.",
+    )
+    plan: Literal["auto", "keep", "recompute", "stream"] = Field(
+        "auto", description="auto: the fastest plan that fits the budget; or the name of one."
+    )
+
+
+class OptimizerOptions(Group):
+    """How weights move."""
+
+    name: Literal["adamw"] = Field("adamw", description="The optimizer.")
+    lr: float = Field(2e-4, gt=0, description="Highest learning rate.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    clip_norm: float = Field(1.0, ge=0, description="Largest norm of the whole gradient; 0 leaves it as it is.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="How the learning rate falls after warm-up."
+    )
+    warmup_steps: int = Field(10, ge=0, description="Steps in which the learning rate rises from 0.")
+
+
+class TrainOptions(Group):
+    """When things happen."""
+
+    folder: str = Field("runs/narrowboat", description="Run folder: checkpoints, adapter, events and report go here.")
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; as many as train.epochs needs if not given.")
+    epochs: float = Field(1.0, gt=0, description="Passes over the data when train.steps is not given.")
+    batch_tokens: int = Field(8192, ge=1, description="Tokens an optimizer step sees; one row always goes, however long.")
+    seed: int = Field(0, ge=0, description="Seed of order, initial weights and dropout.")
+    save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
+    keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints stay.")
+    evaluate_every: int = Field(0, ge=0, description="Steps between held-out evaluations; 0 evaluates first and last.")
+
+
+class Options(Group):
+    """The whole configuration: defaults, then the file, then the flags."""
+
+    model: ModelOptions = ModelOptions()
+    lora: LoraOptions = LoraOptions()
+    data: DataOptions = DataOptions()
+    memory: MemoryOptions = MemoryOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    train: TrainOptions = TrainOptions()
