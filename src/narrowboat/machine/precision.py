@@ -1,8 +1,8 @@
 """Number formats by role, each with its reason: what the frozen base, the adapters, products and the loss are held in.
 
-The base is large and frozen: 16 bits halve its bytes, and its rounding never accumulates. Adapters are small and move by
-steps far below the resolution of 16 bits (bfloat16 cannot add 0.001 to 1), so they stay in 32. Rank 16 on a model of 8
-billion weights is 0.17 GB in float32 beside 16 GB of base.
+The base is large and frozen: 16 bits halve its bytes, and its rounding never accumulates. Adapters are small and move
+by steps far below the resolution of 16 bits (bfloat16 cannot add 0.001 to 1), so they stay in 32. Rank 16 on a model
+of 8 billion weights is 0.17 GB in float32 beside 16 GB of base.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,9 @@ def adapt(model: nn.Module, options: LoraOptions, tell: Tell) -> Adapted:
         task_type="CAUSAL_LM",
     )
     try:
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
+        with warnings.catch_warnings():  # PEFT asks transformers for an attribute by its old name
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ModelError(f"lora.targets = {', '.join(options.targets)} cannot all carry an adapter: {error}") from None
     trainable = {name: p for name, p in adapted.named_parameters() if p.requires_grad}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -101,16 +101,18 @@ class Anatomy:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """``model`` without the PEFT model around it; adapters inside its layers stay."""
-    while hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    return model
+    inner: Any = model
+    while hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    return cast(nn.Module, inner)
 
 
 def bare(module: nn.Module) -> Any:
     """``module`` without the adapter layer around it: what holds the frozen weight."""
-    while hasattr(module, "get_base_layer") or hasattr(module, "original_module"):
-        module = module.get_base_layer() if hasattr(module, "get_base_layer") else module.original_module
-    return module
+    inner: Any = module
+    while hasattr(inner, "get_base_layer") or hasattr(inner, "original_module"):
+        inner = inner.get_base_layer() if hasattr(inner, "get_base_layer") else inner.original_module
+    return inner
 
 
 def text_config(model: nn.Module) -> Any:
