@@ -1,4 +1,5 @@
-"""Attention for tiles and for whole rows, under one name in transformers' attention interface.
+"""
+Attention for tiles and for whole rows, under one name in transformers' attention interface.
 
 A tile's queries see the keys of earlier tiles, which lie in a buffer, and their own. Nothing is concatenated, grouped
 heads are not expanded, and a dense mask exists only where a sliding window needs one. Backwards, the gradients of
@@ -22,7 +23,8 @@ ATTENTION_NAME = "narrowboat"
 
 
 class KeysValues:
-    """One layer's keys and values over whole rows, and their gradients.
+    """
+    One layer's keys and values over whole rows, and their gradients.
 
     ``keys`` and ``values`` are ``[batch, kv heads, tokens, head size]``, of which the first ``num_filled`` tokens are
     there. Gradients of half-precision keys are gathered in fp32: hundreds of tiles add to them, and rounding each sum
@@ -63,7 +65,8 @@ class HandedOver(Exception):
 
 
 class Tile:
-    """Tokens ``start`` to ``stop`` of a micro-batch on their way through a layer.
+    """
+    Tokens ``start`` to ``stop`` of a micro-batch on their way through a layer.
 
     A layer gets it twice: as its cache, where it leaves its keys and values, and as its attention mask, by which
     ``attend`` learns what the queries may see.
@@ -80,7 +83,7 @@ class Tile:
         self._handed_over: torch.Tensor | None = None
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """transformers' cache interface: take the tile's keys and values, give back what attention shall see."""
+        """Transformers' cache interface: take the tile's keys and values, give back what attention shall see."""
         if self.keys_values is not None:
             self.keys_values.write(keys, values, self.start)
         if self._stop_at_keys:
@@ -89,7 +92,7 @@ class Tile:
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
-        """transformers' cache interface: how many tokens came before."""
+        """Transformers' cache interface: how many tokens came before."""
         return self.start
 
     def check(self, keys: torch.Tensor) -> None:
@@ -111,7 +114,8 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function: ``[batch, tile, heads, size]``.
+    """
+    The attention function: ``[batch, tile, heads, size]``.
 
     Raises:
         AnatomyError: for dropout on attention weights, which no two ways of cutting the work would draw alike.
@@ -217,7 +221,9 @@ def _attend_piece(
     merged = lse = None
     for stretch in piece.keys:
         where = slice(stretch.start - base, stretch.stop - base)
-        out, out_lse = kernel.forward(q, keys[piece.rows, :, where], values[piece.rows, :, where], stretch.sight, scores)
+        out, out_lse = kernel.forward(
+            q, keys[piece.rows, :, where], values[piece.rows, :, where], stretch.sight, scores
+        )
         if merged is None or lse is None:
             merged, lse = out, out_lse
             continue
@@ -261,7 +267,12 @@ def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tup
 
 
 def _sinks_gradient(
-    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, tile: Tile, pieces: list[Piece]
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    tile: Tile,
+    pieces: list[Piece],
 ) -> torch.Tensor | None:
     """``[heads]``: minus each query's weight on the sink times its output's share of the gradient."""
     if sinks is None:

@@ -1,4 +1,5 @@
-"""Layer streaming: a decoder layer run tile by tile, forwards and backwards. The heart of Narrowboat.
+"""
+Layer streaming: a decoder layer run tile by tile, forwards and backwards. The heart of Narrowboat.
 
 Recomputing a layer still holds all that the layer's MLP and attention need for the whole sequence at once. A tile
 needs only its own share, and the keys and values of the tiles before it:
@@ -33,7 +34,8 @@ SLICED = ("position_embeddings", "position_ids", "cache_position")
 
 
 class LayerCall:
-    """One decoder layer with what one micro-batch hands to it: runs any tile of it.
+    """
+    One decoder layer with what one micro-batch hands to it: runs any tile of it.
 
     Args:
         layer: the decoder layer.
@@ -101,7 +103,8 @@ class LayerCall:
 
 
 def cache_name(layer: torch.nn.Module, forward: Callable[..., Any]) -> str:
-    """What the layer calls its cache.
+    """
+    What the layer calls its cache.
 
     Raises:
         AnatomyError: when it takes none; such a layer cannot be tiled.
@@ -110,13 +113,18 @@ def cache_name(layer: torch.nn.Module, forward: Callable[..., Any]) -> str:
     for name in CACHE_NAMES:
         if name in parameters:
             return name
-    raise AnatomyError(f"{type(layer).__name__} takes no key/value cache, so it cannot be tiled; use the plan recompute.")
+    raise AnatomyError(
+        f"{type(layer).__name__} takes no key/value cache, so it cannot be tiled; use the plan recompute."
+    )
 
 
 def stream_layer(
     x: torch.Tensor, call: LayerCall, tile_tokens: int, inputs: InputStore, keep_keys_values: bool
 ) -> tuple[torch.Tensor, ...]:
     """Run a layer in tiles: ``[batch, tokens, hidden]`` to the same, and whatever ``call.collect`` gives."""
+    if not torch.is_grad_enabled():
+        out, further, _ = run_tiles(x, call, tile_tokens)
+        return (out, *further)
     parameters = [p for p in call.layer.parameters() if p.requires_grad]
     return _StreamLayer.apply(x, call, tile_tokens, inputs, keep_keys_values, *parameters)
 

@@ -1,4 +1,5 @@
-"""Cross-entropy straight from the last layer's output, a few tokens' logits at a time.
+"""
+Cross-entropy straight from the last layer's output, a few tokens' logits at a time.
 
 For 32,768 tokens and a vocabulary of 151,936 full logits take 18.6 GiB in fp32, and their gradient as much again. Here
 a chunk's logits live, are turned into their own gradient in place, give the gradient of the hidden states and are
@@ -26,7 +27,8 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Tail:
-    """What follows the last layer.
+    """
+    What follows the last layer.
 
     Attributes:
         norm: the final norm, ``[batch, tokens, hidden] -> [batch, tokens, hidden]``.
@@ -54,7 +56,8 @@ def linear_loss(
     chunk_tokens: int,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Summed cross-entropy, fp32.
+    """
+    Summed cross-entropy, fp32.
 
     Args:
         hidden: ``[batch, tokens, hidden]``, the last layer's output before the final norm. Its storage is reused for
@@ -64,7 +67,7 @@ def linear_loss(
         chunk_tokens: positions whose logits are alive together.
         weights: ``[batch, tokens]``, a factor for each position's loss, or None.
     """
-    return _LinearLoss.apply(hidden, targets, weights, tail, chunk_tokens, *tail.parameters)
+    return _LinearLoss.apply(hidden, targets, weights, tail, chunk_tokens, torch.is_grad_enabled(), *tail.parameters)
 
 
 def shift(labels: torch.Tensor) -> torch.Tensor:
@@ -74,8 +77,8 @@ def shift(labels: torch.Tensor) -> torch.Tensor:
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, targets, weights, tail, chunk_tokens, *parameters):  # type: ignore[no-untyped-def]
-        needs_grad = any(ctx.needs_input_grad)
+    def forward(ctx, hidden, targets, weights, tail, chunk_tokens, grad_enabled, *parameters):  # type: ignore[no-untyped-def]
+        needs_grad = grad_enabled and any(ctx.needs_input_grad)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         flat = hidden.detach().view(-1, hidden.shape[-1])  # [batch * tokens, hidden], the caller's own storage
         flat_targets = targets.reshape(-1)
@@ -85,7 +88,9 @@ class _LinearLoss(torch.autograd.Function):
         with cause(LOSS):
             for row, where in _pieces(targets, chunk_tokens, gather=tail.weight is not None):
                 tail.at(row, where)
-                loss, gradient = _chunk(flat[where], flat_targets[where], flat_weights[where], tail, parameters, grads)
+                loss, gradient = _chunk(
+                    flat[where], flat_targets[where], flat_weights[where], tail, grads if needs_grad else None
+                )
                 total += loss
                 if gradient is not None:
                     flat[where] = gradient  # over the hidden states, which nobody reads again
@@ -101,11 +106,12 @@ class _LinearLoss(torch.autograd.Function):
         ctx.hidden_grad, ctx.grads = None, []
         if hidden_grad is not None:
             hidden_grad.mul_(grad.to(hidden_grad.dtype))
-        return hidden_grad, None, None, None, None, *(g.mul_(grad) for g in grads)
+        return hidden_grad, None, None, None, None, None, *(g.mul_(grad) for g in grads)
 
 
 def _pieces(targets: torch.Tensor, chunk_tokens: int, gather: bool) -> Iterator[tuple[int, torch.Tensor | slice]]:
-    """Which flat positions go together: only learnt ones where they may be gathered, else stretches of one row.
+    """
+    Which flat positions go together: only learnt ones where they may be gathered, else stretches of one row.
 
     A dialogue whose answers are a tenth of its tokens needs a tenth of the logits.
     """
@@ -127,11 +133,10 @@ def _chunk(
     target: torch.Tensor,  # [chunk]
     weight: torch.Tensor,  # [chunk]
     tail: Tail,
-    parameters: Sequence[torch.nn.Parameter],
-    grads: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The chunk's loss and, if asked for, its gradient for ``hidden``; parameters' gradients are added to ``grads``."""
-    if not torch.is_grad_enabled() and not grads:
+    """The chunk's loss and, with ``grads`` to add the parameters' gradients to, its gradient for ``hidden``."""
+    if grads is None:
         return _cross_entropy(tail.head(tail.norm(hidden[None])), target, weight), None
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_()
@@ -142,7 +147,7 @@ def _chunk(
         else:
             outputs = normed
             loss, seeds = _frozen_chunk(normed.detach(), target, weight, tail)
-        leaf_grad, *found = torch.autograd.grad(outputs, [leaf, *parameters], seeds, allow_unused=True)
+        leaf_grad, *found = torch.autograd.grad(outputs, [leaf, *tail.parameters], seeds, allow_unused=True)
     for grad, part in zip(grads, found, strict=True):
         if part is not None:
             grad += part

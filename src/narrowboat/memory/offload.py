@@ -1,4 +1,5 @@
-"""Where the layers' inputs wait for backward: on the device, in host memory, in a scratch file, or nowhere.
+"""
+Where the layers' inputs wait for backward: on the device, in host memory, in a scratch file, or nowhere.
 
 tokens x hidden elements a layer are what streaming still keeps (for Llama-3.1-8B in bf16 at 131,072 tokens: 32 GiB).
 
@@ -33,6 +34,7 @@ from narrowboat.units import format_bytes
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 """Computes a layer's output from its input once more, without a graph."""
+
 
 class Held(Protocol):
     """A layer's input, waiting."""
@@ -132,7 +134,9 @@ class HostInputs:
                 except RuntimeError as error:
                     self._pinned_failed = True
                     size = format_bytes(x.numel() * x.element_size())
-                    self._tell(Notice(f"{size} could not be pinned ({error}); layer inputs go to pageable host memory."))
+                    self._tell(
+                        Notice(f"{size} could not be pinned ({error}); layer inputs go to pageable host memory.")
+                    )
             return torch.empty(x.shape, dtype=x.dtype)
 
 
@@ -188,7 +192,8 @@ class _Pool:
 
 
 def map_scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a file without a name, gone when the tensor is.
+    """
+    A tensor in a file without a name, gone when the tensor is.
 
     Raises:
         MachineError: with bytes needed and free when the disk cannot hold it.

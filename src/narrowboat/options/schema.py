@@ -1,4 +1,5 @@
-"""Every option, once: its type, default and sentence are also its flag, its help and its line in the reference page.
+"""
+Every option, once: its type, default and sentence are also its flag, its help and its line in the reference page.
 
 Options are what the user decides, and may change the result. What Narrowboat decides is ``plan.MemoryPlan``.
 """
@@ -35,7 +36,9 @@ class ModelOptions(Group):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the frozen weights; auto takes what the device does well."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train; auto takes a CUDA card if there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where to train; auto takes a CUDA card if there is one."
+    )
 
 
 class LoraOptions(Group):
@@ -64,7 +67,8 @@ class DataOptions(Group):
         None, ge=8, description="Longest example in tokens; the model's number of positions if not given."
     )
     learn: Literal["assistant", "last", "all"] = Field(
-        "assistant", description="Which turns of a dialogue are learnt: every assistant turn, the last one, or all text."
+        "assistant",
+        description="Which turns of a dialogue are learnt: every assistant turn, the last one, or all text.",
     )
     strict: bool = Field(False, description="Stop at the first record that cannot be used instead of counting it.")
 
@@ -105,7 +109,9 @@ class TrainOptions(Group):
     folder: str = Field("runs/narrowboat", description="Run folder: checkpoints, adapter, events and report go here.")
     steps: int | None = Field(None, ge=1, description="Optimizer steps; as many as train.epochs needs if not given.")
     epochs: float = Field(1.0, gt=0, description="Passes over the data when train.steps is not given.")
-    batch_tokens: int = Field(8192, ge=1, description="Tokens an optimizer step sees; one row always goes, however long.")
+    batch_tokens: int = Field(
+        8192, ge=1, description="Tokens an optimizer step sees; one row always goes, however long."
+    )
     seed: int = Field(0, ge=0, description="Seed of order, initial weights and dropout.")
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints stay.")
