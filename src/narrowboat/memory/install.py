@@ -125,8 +125,8 @@ class Installed:
             raise ModelError(f"The plan keeps {plan.num_kept_layers} layers; this model has {len(self._layers)}.")
         if plan.layers == "stream" and self.anatomy.untileable_layers:
             raise AnatomyError(
-                f"{len(self.anatomy.untileable_layers)} layers cannot be tiled, first {self.anatomy.untileable_layers[0]}; "
-                "use the plan recompute."
+                f"{len(self.anatomy.untileable_layers)} layers cannot be tiled, the first is "
+                f"{self.anatomy.untileable_layers[0]}; use the plan recompute."
             )
 
     def _replace(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:

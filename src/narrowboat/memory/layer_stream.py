@@ -63,8 +63,8 @@ class LayerCall:
         for name, value in self._arguments.items():
             if isinstance(value, torch.Tensor) and name not in SLICED and layout.num_tokens in value.shape[1:2]:
                 raise AnatomyError(
-                    f"{type(layer).__name__} takes a tensor {name!r} of {layout.num_tokens} tokens, and it is not known "
-                    "how to cut it; use the plan recompute."
+                    f"{type(layer).__name__} takes a tensor {name!r} of {layout.num_tokens} tokens, and it is not "
+                    "known how to cut it; use the plan recompute."
                 )
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -97,7 +97,7 @@ class Layout:
         rows = []
         for row in begins.expand(num_rows, -1):
             cuts = [0, *(row.nonzero()[:, 0] + 1).tolist(), num_tokens]
-            rows.append(tuple(zip(cuts[:-1], cuts[1:], strict=True)))
+            rows.append(tuple(pairwise(cuts)))
         return cls(num_tokens, tuple(rows))
 
     def pieces(self, start: int, stop: int, window: int | None = None) -> Iterator[Piece]:
