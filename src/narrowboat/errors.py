@@ -1,5 +1,4 @@
-"""
-Everything Narrowboat refuses, and how it says so: a fact, its numbers, the next action.
+"""Everything Narrowboat refuses, and how it says so: a fact, its numbers, the next action.
 
 NarrowboatError                     exit code 1
 ├── OptionError                     2   a mistake in the configuration; all of them are reported together

@@ -1,5 +1,4 @@
-"""
-What a run tells: plain values that the loop emits and recorders write down.
+"""What a run tells: plain values that the loop emits and recorders write down.
 
 The loop knows when, the engine knows how; recorders know neither. An event is a frozen dataclass; as JSON it carries
 its class's name as ``event`` and the wall-clock ``time`` at which it was written.

@@ -1,5 +1,4 @@
-"""
-A memory plan: what a step keeps, recomputes, cuts into tiles or moves away.
+"""A memory plan: what a step keeps, recomputes, cuts into tiles or moves away.
 
 A plan may change memory and time, never the result: every plan gives the same gradients. So the planner may search
 plans freely, and the governor may change the plan in the middle of a run; it is still the same run.

@@ -1,5 +1,4 @@
-"""
-How quantities are written for people: 1.5 GiB, 12,345 tokens, 2 min 5 s.
+"""How quantities are written for people: 1.5 GiB, 12,345 tokens, 2 min 5 s.
 
 Reading them ("24GiB", "24GB") is pydantic's ``ByteSize``; see ``options/schema.py``.
 """

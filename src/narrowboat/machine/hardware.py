@@ -1,5 +1,4 @@
-"""
-What this machine has and how much of it is free: device, memory, disk, and what this process holds of them.
+"""What this machine has and how much of it is free: device, memory, disk, and what this process holds of them.
 
 Free host memory is what may be taken without swapping: a container's limit counts as well as the machine's. A process
 holds two kinds of resident memory: anonymous bytes, which nobody can take back, and pages of mapped files, which the
@@ -40,8 +39,7 @@ class ProcessMemory:
 
 
 def pick_device(choice: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
-    """
-    The device to train on; ``auto`` takes a CUDA card if there is one that works.
+    """The device to train on; ``auto`` takes a CUDA card if there is one that works.
 
     Raises:
         MachineError: ``cuda`` was asked for and there is none.

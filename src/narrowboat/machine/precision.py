@@ -1,5 +1,4 @@
-"""
-Number formats by role, each with its reason: what the frozen base, the adapters, products and the loss are held in.
+"""Number formats by role, each with its reason: what the frozen base, the adapters, products and the loss are held in.
 
 The base is large and frozen: 16 bits halve its bytes, and its rounding never accumulates. Adapters are small and move
 by steps far below the resolution of 16 bits (bfloat16 cannot add 0.001 to 1), so they stay in 32. Rank 16 on a model
@@ -77,8 +76,7 @@ def _what_the_device_does_well(device: torch.device) -> Format:
 
 @torch.no_grad()
 def measure_bfloat16_gain(num_tokens: int = 256, width: int = 1024, repeats: int = 5) -> float:
-    """
-    Seconds of a float32 product over those of a bfloat16 one, [tokens, width] x [width, width], best of ``repeats``.
+    """Seconds of a float32 product over those of a bfloat16 one, [tokens, width] x [width, width], best of ``repeats``.
 
     Takes milliseconds. A CPU with bfloat16 units gives 2 to 8; one that must convert gives well below 1: a wide gap, so
     that two measurements on one machine decide alike.

@@ -1,5 +1,4 @@
-"""
-Attention for tiles and for whole rows, under one name in transformers' attention interface.
+"""Attention for tiles and for whole rows, under one name in transformers' attention interface.
 
 A tile's queries see the keys of earlier tiles, which lie in a buffer, and their own. Nothing is concatenated, grouped
 heads are not expanded, and a dense mask exists only where a sliding window needs one. Backwards, the gradients of
@@ -23,8 +22,7 @@ ATTENTION_NAME = "narrowboat"
 
 
 class KeysValues:
-    """
-    One layer's keys and values over whole rows, and their gradients.
+    """One layer's keys and values over whole rows, and their gradients.
 
     ``keys`` and ``values`` are ``[batch, kv heads, tokens, head size]``, of which the first ``num_filled`` tokens are
     there. Gradients of half-precision keys are gathered in fp32: hundreds of tiles add to them, and rounding each sum
@@ -65,8 +63,7 @@ class HandedOver(Exception):
 
 
 class Tile:
-    """
-    Tokens ``start`` to ``stop`` of a micro-batch on their way through a layer.
+    """Tokens ``start`` to ``stop`` of a micro-batch on their way through a layer.
 
     A layer gets it twice: as its cache, where it leaves its keys and values, and as its attention mask, by which
     ``attend`` learns what the queries may see.
@@ -114,8 +111,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """
-    The attention function: ``[batch, tile, heads, size]``.
+    """The attention function: ``[batch, tile, heads, size]``.
 
     Raises:
         AnatomyError: for dropout on attention weights, which no two ways of cutting the work would draw alike.

@@ -1,5 +1,4 @@
-"""
-Dropout that does not care how the work is cut: the same token loses the same features under every plan.
+"""Dropout that does not care how the work is cut: the same token loses the same features under every plan.
 
 A recomputed tile has to draw the numbers that it drew before, a row cut into tiles those of the whole row, and a
 halved micro-batch those of the whole one. So numbers are not taken from a running stream but follow from where they
@@ -20,8 +19,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 class Whereabouts:
-    """
-    Which tokens are on their way through the model right now; set before each layer, tile or chunk runs.
+    """Which tokens are on their way through the model right now; set before each layer, tile or chunk runs.
 
     Attributes:
         seeds: one number for each row of the micro-batch.
@@ -46,8 +44,7 @@ class PlacedDropout:
         self._module, self._index, self._whereabouts = module, index, whereabouts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """
-        ``[rows, tokens, ...]``, or the same with rows and tokens flattened.
+        """``[rows, tokens, ...]``, or the same with rows and tokens flattened.
 
         Raises:
             AnatomyError: when the input is neither, so that it is not known which token is which.

@@ -1,5 +1,4 @@
-"""
-A plan put on a model: in anybody's loop, undone by leaving the ``with``.
+"""A plan put on a model: in anybody's loop, undone by leaving the ``with``.
 
     with install(model, plan):
         model(input_ids=ids, labels=labels).loss.backward()
@@ -40,8 +39,7 @@ INSTALLED = "_narrowboat_installed"
 
 
 def install(model: torch.nn.Module, plan: MemoryPlan, tell: Tell = lambda event: None) -> Installed:
-    """
-    Make ``model``, any transformers causal language model with or without PEFT, run under ``plan``.
+    """Make ``model``, any transformers causal language model with or without PEFT, run under ``plan``.
 
     Args:
         model: stays as it is but for its instances' forwards, which come back at the end of the ``with``.
@@ -147,8 +145,7 @@ class Installed:
         dropout_seeds: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """
-        The causal language model's forward: with labels, only the loss.
+        """The causal language model's forward: with labels, only the loss.
 
         Beside transformers' arguments it takes ``loss_weights`` ``[batch, tokens]``, aligned with the targets;
         ``lengths``, the documents of each row; and ``dropout_seeds``, a number for each row.

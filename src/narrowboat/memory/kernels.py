@@ -1,5 +1,4 @@
-"""
-Attention of some queries to one stretch of keys: output and log-sum-exp forwards, three gradients backwards.
+"""Attention of some queries to one stretch of keys: output and log-sum-exp forwards, three gradients backwards.
 
 Two kernels with one signature. ``Flash`` is PyTorch's own, on CPU and CUDA; it takes grouped heads as they are and
 never holds the scores. ``Blocks`` is plain PyTorch for what flash lacks (soft-capped scores, other dtypes, values of

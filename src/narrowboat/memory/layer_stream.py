@@ -1,5 +1,4 @@
-"""
-Layer streaming: a decoder layer run tile by tile, forwards and backwards. The heart of Narrowboat.
+"""Layer streaming: a decoder layer run tile by tile, forwards and backwards. The heart of Narrowboat.
 
 Recomputing a layer still holds all that the layer's MLP and attention need for the whole sequence at once. A tile
 needs only its own share, and the keys and values of the tiles before it:
@@ -34,8 +33,7 @@ SLICED = ("position_embeddings", "position_ids", "cache_position")
 
 
 class LayerCall:
-    """
-    One decoder layer with what one micro-batch hands to it: runs any tile of it.
+    """One decoder layer with what one micro-batch hands to it: runs any tile of it.
 
     Args:
         layer: the decoder layer.
@@ -103,8 +101,7 @@ class LayerCall:
 
 
 def cache_name(layer: torch.nn.Module, forward: Callable[..., Any]) -> str:
-    """
-    What the layer calls its cache.
+    """What the layer calls its cache.
 
     Raises:
         AnatomyError: when it takes none; such a layer cannot be tiled.

@@ -1,5 +1,4 @@
-"""
-Which tokens see each other: documents as spans in rows, and the pieces that attention does them in.
+"""Which tokens see each other: documents as spans in rows, and the pieces that attention does them in.
 
 Packed rows, padding on either side and batches are one thing here: a row is a list of documents, what lies between
 them is padding. A tile's queries of one document form pieces; each piece sees one stretch of keys, of which the last
@@ -51,8 +50,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """
-    The documents of a micro-batch.
+    """The documents of a micro-batch.
 
     Attributes:
         num_tokens: tokens in a row, padding included.
@@ -71,8 +69,7 @@ class Layout:
         position_ids: torch.Tensor | None = None,
         lengths: Sequence[Sequence[int]] | None = None,
     ) -> Layout:
-        """
-        Find the documents.
+        """Find the documents.
 
         Args:
             num_rows: rows of the micro-batch.

@@ -1,5 +1,4 @@
-"""
-Cross-entropy straight from the last layer's output, a few tokens' logits at a time.
+"""Cross-entropy straight from the last layer's output, a few tokens' logits at a time.
 
 For 32,768 tokens and a vocabulary of 151,936 full logits take 18.6 GiB in fp32, and their gradient as much again. Here
 a chunk's logits live, are turned into their own gradient in place, give the gradient of the hidden states and are
@@ -27,8 +26,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Tail:
-    """
-    What follows the last layer.
+    """What follows the last layer.
 
     Attributes:
         norm: the final norm, ``[batch, tokens, hidden] -> [batch, tokens, hidden]``.
@@ -56,8 +54,7 @@ def linear_loss(
     chunk_tokens: int,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """
-    Summed cross-entropy, fp32.
+    """Summed cross-entropy, fp32.
 
     Args:
         hidden: ``[batch, tokens, hidden]``, the last layer's output before the final norm. Its storage is reused for
@@ -110,8 +107,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _pieces(targets: torch.Tensor, chunk_tokens: int, gather: bool) -> Iterator[tuple[int, torch.Tensor | slice]]:
-    """
-    Which flat positions go together: only learnt ones where they may be gathered, else stretches of one row.
+    """Which flat positions go together: only learnt ones where they may be gathered, else stretches of one row.
 
     A dialogue whose answers are a tenth of its tokens needs a tenth of the logits.
     """

@@ -1,5 +1,4 @@
-"""
-How many bytes of tensors are alive, by cause: a reading that needs no card and works on fake tensors too.
+"""How many bytes of tensors are alive, by cause: a reading that needs no card and works on fake tensors too.
 
 A dispatch mode sees every tensor that an operator returns and follows its storage by weak reference, so views count
 once and a freed storage counts no more. Equal to the MiB to PyTorch's own CPU allocator record; what lives and dies
@@ -66,8 +65,7 @@ class Reading:
 
 
 class Meter(TorchDispatchMode):
-    """
-    Counts live tensor storage while it is entered.
+    """Counts live tensor storage while it is entered.
 
     Args:
         budget_bytes: refuse the operator that would take the device above this; None only counts.

@@ -1,5 +1,4 @@
-"""
-Where the layers' inputs wait for backward: on the device, in host memory, in a scratch file, or nowhere.
+"""Where the layers' inputs wait for backward: on the device, in host memory, in a scratch file, or nowhere.
 
 tokens x hidden elements a layer are what streaming still keeps (for Llama-3.1-8B in bf16 at 131,072 tokens: 32 GiB).
 
@@ -192,8 +191,7 @@ class _Pool:
 
 
 def map_scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """
-    A tensor in a file without a name, gone when the tensor is.
+    """A tensor in a file without a name, gone when the tensor is.
 
     Raises:
         MachineError: with bytes needed and free when the disk cannot hold it.

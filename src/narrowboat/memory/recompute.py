@@ -1,5 +1,4 @@
-"""
-Recomputing: hold a layer's input, run the layer again when backward needs what it had inside.
+"""Recomputing: hold a layer's input, run the layer again when backward needs what it had inside.
 
 tokens x hidden elements a layer instead of everything that the layer holds (for Llama-3.1-8B in bf16: 8 KiB a token
 instead of some 200), for one more forward. Exact: PyTorch's own checkpointing, with dropout drawn by place and not

@@ -1,5 +1,4 @@
-"""
-Mixture of experts: each layer's router logits, collected tile by tile, and the auxiliary loss over all of them.
+"""Mixture of experts: each layer's router logits, collected tile by tile, and the auxiliary loss over all of them.
 
 The load-balancing loss needs every layer's router logits for every token at once (tokens x experts each), so they are
 a second output of the layer beside the hidden states, and get their own gradient back. Exact.

@@ -1,5 +1,4 @@
-"""
-LoRA adapters through PEFT: where they go, how many weights they train, and how they are saved and read.
+"""LoRA adapters through PEFT: where they go, how many weights they train, and how they are saved and read.
 
 A frozen matrix W [out, in] gets B A on top, A [rank, in] and B [out, rank], scaled by alpha / rank (Hu et al., 2021,
 arXiv:2106.09685): rank x (in + out) weights to train instead of in x out. Adapters are float32 over a base of any
@@ -47,8 +46,7 @@ class Adapted:
 
 
 def adapt(model: nn.Module, options: LoraOptions, tell: Tell) -> Adapted:
-    """
-    Freeze ``model`` and put a LoRA adapter on the modules that ``options.targets`` names.
+    """Freeze ``model`` and put a LoRA adapter on the modules that ``options.targets`` names.
 
     A target is the end of a module's dotted name (``q_proj``, ``mlp.up_proj``), a whole dotted name, ``re:`` and a
     regular expression for the whole name, or ``all-linear``: every linear layer but the head.
@@ -84,8 +82,7 @@ def adapt(model: nn.Module, options: LoraOptions, tell: Tell) -> Adapted:
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """
-    Write the adapter as a plain PEFT folder, whole or not at all; an older one in its place is replaced.
+    """Write the adapter as a plain PEFT folder, whole or not at all; an older one in its place is replaced.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; nothing is left behind.
@@ -113,8 +110,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def load_adapter_state(model: PeftModel, folder: Path) -> None:
-    """
-    Put the saved weights of ``folder`` into the adapter of ``model``, bit for bit.
+    """Put the saved weights of ``folder`` into the adapter of ``model``, bit for bit.
 
     Raises:
         CheckpointError: a file is missing or damaged, or does not belong to this adapter.

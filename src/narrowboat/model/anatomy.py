@@ -1,5 +1,4 @@
-"""
-Where a model's parts are: embedding, decoder layers, attention, MLP, final norm and head, found by structure.
+"""Where a model's parts are: embedding, decoder layers, attention, MLP, final norm and head, found by structure.
 
 The one place that knows what a model looks like. Nothing here names a model family: parts are recognised by what every
 causal language model of transformers shares (the backbone is what owns both the embedding and a list of
@@ -62,8 +61,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, model: nn.Module) -> Anatomy:
-        """
-        Find the parts of ``model``, a transformers causal language model or a PEFT model around one.
+        """Find the parts of ``model``, a transformers causal language model or a PEFT model around one.
 
         Raises:
             AnatomyError: names every part that was not found.

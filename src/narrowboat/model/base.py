@@ -1,5 +1,4 @@
-"""
-The frozen base model and its tokenizer, from a folder, a hub or the cache; or without weights, for forecasts.
+"""The frozen base model and its tokenizer, from a folder, a hub or the cache; or without weights, for forecasts.
 
 Everything that can be refused is refused before a weight is read: the same model is first built empty, which takes
 milliseconds and no memory. Weights are mapped from their file and cast one tensor at a time, so loading peaks at the
@@ -38,8 +37,7 @@ TOKENIZER_FILES = (
 
 
 def load_base(options: ModelOptions, precision: Precision, device: torch.device, tell: Tell) -> tuple[Any, Any]:
-    """
-    The causal language model that ``options.name`` names, on ``device`` in ``precision.base``, and its tokenizer.
+    """The causal language model that ``options.name`` names, on ``device`` in ``precision.base``, and its tokenizer.
 
     Raises:
         ModelError: there is no such model, it has no weights, some are missing or damaged, or it is not a causal one.
@@ -70,8 +68,7 @@ def load_base(options: ModelOptions, precision: Precision, device: torch.device,
 
 
 def load_config(name: str, tell: Tell) -> Any:
-    """
-    The transformers configuration of the model ``name``, a causal language model's.
+    """The transformers configuration of the model ``name``, a causal language model's.
 
     Raises:
         ModelError: there is none, it is not JSON, or its architecture is unknown or no causal language model.
@@ -94,8 +91,7 @@ def load_config(name: str, tell: Tell) -> Any:
 
 
 def load_tokenizer(name: str, tell: Tell) -> Any:
-    """
-    The tokenizer of the model ``name``; data needs it before any weight is loaded.
+    """The tokenizer of the model ``name``; data needs it before any weight is loaded.
 
     Raises:
         ModelError: there is none, or it is damaged.
@@ -110,8 +106,7 @@ def load_tokenizer(name: str, tell: Tell) -> Any:
 
 
 def empty_base(config: Any, dtype: torch.dtype, name: str = "") -> Any:
-    """
-    The model that ``load_base`` would load, without weights: on ``meta``, or with fake tensors of a fake machine.
+    """The model that ``load_base`` would load, without weights: on ``meta``, or with fake tensors of a fake machine.
 
     Inside ``with FakeTensorMode():`` parameters and buffers are fake CPU tensors, and a forward and backward can be
     run on them and metered: 0.2 s for a model of 8 billion weights. Outside of it they lie on ``meta``.

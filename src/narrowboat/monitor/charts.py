@@ -1,5 +1,4 @@
-"""
-Line charts as values for the page's template: paths in a square of 1000 by 1000, and labels placed in per cent.
+"""Line charts as values for the page's template: paths in a square of 1000 by 1000, and labels placed in per cent.
 
 The square is stretched to any width while lines keep theirs (``vector-effect``) and labels stay HTML text, so a chart is
 sharp and readable on a phone without any script. A chart library would make the page some fifty times as large.

@@ -1,5 +1,4 @@
-"""
-A run read back from ``events.jsonl``: what holds in the end, whatever was killed, resumed or repeated on the way.
+"""A run read back from ``events.jsonl``: what holds in the end, whatever was killed, resumed or repeated on the way.
 
 A sitting that resumes from step n takes the run back to step n: what earlier sittings recorded after it was never
 part of the run's result and is left out, with its number of steps. Lines that cannot be read are counted, not fatal:
@@ -159,8 +158,7 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """
-    Read an ``events.jsonl``.
+    """Read an ``events.jsonl``.
 
     Raises:
         DataError: if there is no such file, or no line of it can be read.

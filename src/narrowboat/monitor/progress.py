@@ -1,5 +1,4 @@
-"""
-What one sees while a run goes on: two calm lines at the foot of the terminal, and a single line for each event.
+"""What one sees while a run goes on: two calm lines at the foot of the terminal, and a single line for each event.
 
 Where the output is no terminal (a log file, a pipe) the same is told in plain lines, one a step, without control codes.
 """

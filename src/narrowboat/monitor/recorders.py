@@ -1,5 +1,4 @@
-"""
-Where events go: a fan-out that outlives a failing recorder, and the run's own record, ``events.jsonl``.
+"""Where events go: a fan-out that outlives a failing recorder, and the run's own record, ``events.jsonl``.
 
 Recorders know neither loop nor engine: they are told values. A disk that fills up, a closed terminal or a missing
 library must not end a night's run, so a recorder that fails is dropped, and the others are told so once.
@@ -26,8 +25,7 @@ EVENTS_FILE = "events.jsonl"
 
 
 def open_recorders(folder: Path, console: Console | None = None, quiet: bool = False) -> Fanout:
-    """
-    All recorders of a run: ``events.jsonl``, ``tensorboard/``, ``report.html``, and the progress display.
+    """All recorders of a run: ``events.jsonl``, ``tensorboard/``, ``report.html``, and the progress display.
 
     Args:
         folder: the run folder; it is made if it is not there. A resumed run appends to what lies in it.
@@ -91,8 +89,7 @@ class Fanout:
 
 
 class JsonLines:
-    """
-    One event a line, each flushed: what a killed run has written stays readable.
+    """One event a line, each flushed: what a killed run has written stays readable.
 
     A resumed run appends. Numbers that JSON lacks are written as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
     """

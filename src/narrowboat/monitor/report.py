@@ -1,5 +1,4 @@
-"""
-``report.html``: one self-contained page about a run, made from ``events.jsonl`` alone.
+"""``report.html``: one self-contained page about a run, made from ``events.jsonl`` alone.
 
 It loads nothing from anywhere, so it can be mailed, archived and opened in ten years; a run of any length stays far
 below a megabyte.
@@ -42,8 +41,7 @@ class ReportPage:
 
 
 def write_report(folder: Path) -> Path:
-    """
-    Make ``folder/report.html`` from ``folder/events.jsonl``; gives back its path.
+    """Make ``folder/report.html`` from ``folder/events.jsonl``; gives back its path.
 
     Raises:
         DataError: if there is no ``events.jsonl`` in the folder, or nothing in it can be read.

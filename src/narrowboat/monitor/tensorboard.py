@@ -1,5 +1,4 @@
-"""
-Scalars for TensorBoard: loss, held-out loss, learning rate, gradient norm, tokens a second, peak and budget.
+"""Scalars for TensorBoard: loss, held-out loss, learning rate, gradient norm, tokens a second, peak and budget.
 
 ``tensorboard --logdir RUN_FOLDER/tensorboard`` draws them while the run goes on. The writer is tensorboard's own;
 neither torch nor TensorFlow is loaded for it, and the library itself only when the first event arrives.

@@ -1,5 +1,4 @@
-"""
-From defaults, a YAML file and flags to ``Options``, with every mistake found in one go.
+"""From defaults, a YAML file and flags to ``Options``, with every mistake found in one go.
 
 A value remembers where it came from, so that each mistake is told with its line, its key, its value and what would be
 right. Nothing heavy is imported here: mistakes are answered before a weight is read.
@@ -31,8 +30,7 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def load(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Options:
-    """
-    Merge defaults, the file at ``path`` and ``flags`` (``{"lora.rank": "16"}``).
+    """Merge defaults, the file at ``path`` and ``flags`` (``{"lora.rank": "16"}``).
 
     Raises:
         OptionError: with every mistake of the file and of the flags.

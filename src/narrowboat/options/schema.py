@@ -1,5 +1,4 @@
-"""
-Every option, once: its type, default and sentence are also its flag, its help and its line in the reference page.
+"""Every option, once: its type, default and sentence are also its flag, its help and its line in the reference page.
 
 Options are what the user decides, and may change the result. What Narrowboat decides is ``plan.MemoryPlan``.
 """
