@@ -1,9 +1,9 @@
 """Labels of a dialogue: which tokens are an assistant's turns, under any chat template.
 
-Most templates do not mark the assistant's turns, and many rewrite earlier ones. So the dialogue is rendered twice: as it
-is, and with one invisible character at the start and the end of each message's text. Without those characters the two
-must be the same text, and then they say where each message stands in it. A turn begins where the template's generation
-prompt ends, and ends with the token that closes a turn. Price: two renderings of the template; one tokenising.
+Most templates do not mark the assistant's turns, and many rewrite earlier ones. So the dialogue is rendered twice: as
+it is, and with one invisible character at the start and the end of each message's text. Without those characters the
+two must be the same text, and then they say where each message stands in it. A turn begins where the template's
+generation prompt ends, and ends with the token that closes a turn. Price: two renderings of the template.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -135,7 +134,7 @@ class ChatTemplate:
         if messages[number]["role"] == "assistant" and before.end is not None:
             opening = self._opening(messages, number, tools)
             if opening is not None:
-                behind = before.end + len(commonprefix([opening, text[before.end : before.end + len(opening)]]))
+                behind = before.end + _num_shared(opening, text[before.end :])
                 start = behind if place.start is None else min(behind, place.start)
         if start is None:
             if messages[number]["role"] == "assistant":
@@ -168,7 +167,7 @@ class ChatTemplate:
     ) -> int:
         """Behind the end-of-turn token of the turn ``first:last``: the next token, or the next one that is not blank.
 
-        Calls of tools stand behind a message's own text, so there every token up to the closing one belongs to the turn.
+        Calls of tools stand behind a message's own text, so there every token up to the closing one belongs to it.
         """
         following = next((p.start or p.end for p in places[number + 1 :] if (p.start or p.end) is not None), None)
         limit = len(ids) if following is None else tokenised.span(following, following + 1)[0]
@@ -181,6 +180,11 @@ class ChatTemplate:
 
     def _is_blank(self, number: int) -> bool:
         return not self._tokenizer.decode([number], skip_special_tokens=False).strip()
+
+
+def _num_shared(a: str, b: str) -> int:
+    """How many characters two texts share at their start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _markings(messages: Sequence[Message]) -> Iterator[tuple[list[dict[str, Any]], int]]:
