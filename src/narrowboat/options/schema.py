@@ -70,6 +70,60 @@ class DataOptions(Group):
         description="Which turns of a dialogue are learnt: every assistant turn, the last one, or all text.",
     )
     strict: bool = Field(False, description="Stop at the first record that cannot be used instead of counting it.")
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
+        "auto", description="What records hold; auto tells it from their fields."
+    )
+    columns: Names = Field(
+        (), description="Fields under other names, as usual=yours: text=body, or prompt=question,completion=answer."
+    )
+    workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 for one a core.")
+
+
+class SegmentOptions(Group):
+    """How long documents are cut."""
+
+    max_tokens: int | None = Field(
+        None, ge=8, description="Longest segment of a document in tokens; data.max_tokens if not given."
+    )
+    overlap: float = Field(
+        0.0,
+        ge=0,
+        description="Context from the neighbouring segment, shown but not learnt: below 1 a share of the segment, "
+        "otherwise tokens.",
+    )
+    overlap_sides: Literal["before", "both"] = Field("before", description="Which neighbours a segment shows.")
+
+    def overlap_of(self, max_tokens: int) -> int:
+        """The overlap in tokens, for segments of ``max_tokens``."""
+        return round(self.overlap * max_tokens) if self.overlap < 1 else int(self.overlap)
+
+
+class DialogueOptions(Group):
+    """What stays of a dialogue that is too long; system prompt, tools and the last exchange always do."""
+
+    policy: Literal["drop_oldest", "first_and_recent", "windows", "keyframes", "split"] = Field(
+        "drop_oldest",
+        description="drop_oldest: the newest exchanges that fit; first_and_recent: the first and the last few; windows: "
+        "several overlapping dialogues, each answer learnt once; keyframes: the exchanges that matter most for the last "
+        "answer; split: several dialogues without overlap.",
+    )
+    recent: int = Field(2, ge=1, description="Last exchanges that first_and_recent keeps.")
+    scorer: Literal["lexical", "attention"] = Field(
+        "lexical",
+        description="How keyframes are chosen: by words shared with the last exchange, or by the attention that the "
+        "base model's answer pays.",
+    )
+    note: str = Field("", description="Text put where exchanges were left out, such as [...]; {} becomes their number.")
+
+
+class PackingOptions(Group):
+    """How examples share rows."""
+
+    enabled: bool = Field(True, description="Put several short examples into one row; they do not see each other.")
+    row_tokens: int | None = Field(
+        None, ge=8, description="Tokens a packed row may hold; as many as the longest example if not given."
+    )
+    longest_first: bool = Field(False, description="Start each epoch with the step that holds the longest row.")
 
 
 class MemoryOptions(Group):
@@ -123,6 +177,9 @@ class Options(Group):
     model: ModelOptions = ModelOptions()
     lora: LoraOptions = LoraOptions()
     data: DataOptions = DataOptions()
+    segments: SegmentOptions = SegmentOptions()
+    dialogues: DialogueOptions = DialogueOptions()
+    packing: PackingOptions = PackingOptions()
     memory: MemoryOptions = MemoryOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     train: TrainOptions = TrainOptions()
