@@ -1,7 +1,7 @@
 """Line charts as values for the page's template: paths in a square of 1000 by 1000, and labels placed in per cent.
 
-The square is stretched to any width while lines keep theirs (``vector-effect``) and labels stay HTML text, so a chart is
-sharp and readable on a phone without any script. A chart library would make the page some fifty times as large.
+The square is stretched to any width while lines keep theirs (``vector-effect``) and labels stay HTML text, so a chart
+is sharp and readable on a phone without any script. A chart library would make the page some fifty times as large.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from narrowboat.units import format_bytes
 
 SIDE = 1000
 NUM_BUCKETS = 300
@@ -23,7 +21,7 @@ class Line:
 
     name: str
     css: str
-    steps: Sequence[int]
+    steps: Sequence[float]
     values: Sequence[float]
     dots: bool = False
 
@@ -46,8 +44,8 @@ class Chart:
     lines: list[tuple[Line, str]]
     x_ticks: list[Tick]
     y_ticks: list[Tick]
-    first_step: int
-    last_step: int
+    first_step: float
+    last_step: float
     low: float
     high: float
     marks: list[tuple[float, str]] = field(default_factory=list)
@@ -67,9 +65,8 @@ class Chart:
         for line, _ in self.lines:
             numbers = [value for value in line.values if math.isfinite(value)]
             if line.name and numbers:
-                sentences.append(
-                    f"{line.name} from {numbers[0]:.6g} to {numbers[-1]:.6g}, lowest {min(numbers):.6g}, highest {max(numbers):.6g}"
-                )
+                ends = f"from {numbers[0]:.6g} to {numbers[-1]:.6g}"
+                sentences.append(f"{line.name} {ends}, lowest {min(numbers):.6g}, highest {max(numbers):.6g}")
         return "; ".join(sentences)
 
 
@@ -129,22 +126,34 @@ def thin(num_steps: int, series: Sequence[Sequence[float]]) -> list[int]:
 
 
 def nice_ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
-    """Round values within ``[low, high]``, at distances of 1, 2 or 5 times a power of ten."""
+    """At most ``most + 1`` round values within ``[low, high]``: multiples of 1, 2, 2.5 or 5 times a power of ten."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    distances = [power * factor for factor in (1, 2, 2.5, 5, 10)]
     if whole:
-        distance = max(1.0, distance)
+        distances = [distance for distance in distances if distance >= 1 and distance.is_integer()] or [1.0]
+    distance = next((distance for distance in distances if distance >= rough), distances[-1])
     first = math.ceil(low / distance - 1e-9)
     return [n * distance for n in range(first, math.floor(high / distance + 1e-9) + 1)]
 
 
 def _y_ticks(low: float, high: float, in_bytes: bool) -> list[tuple[float, str]]:
-    unit = 1024.0 ** math.floor(math.log(max(high, 1), 1024)) if in_bytes else 1.0
-    ticks = [tick * unit for tick in nice_ticks(low / unit, high / unit, 5)]
-    if in_bytes:
-        return [(tick, "0" if tick == 0 else format_bytes(tick)) for tick in ticks]
-    return [(tick, "0" if abs(tick) < 1e-12 * (high - low) else f"{tick:,.10g}") for tick in ticks]
+    power = int(math.log(max(high, 1), 1024)) if in_bytes else 0
+    unit, name = 1024.0**power, ("B", "KiB", "MiB", "GiB", "TiB", "PiB")[min(power, 5)] if in_bytes else ""
+    numbers = nice_ticks(low / unit, high / unit, 5)
+    return [
+        (n * unit, f"{label} {name}" if name and n else label)
+        for n, label in zip(numbers, _labels(numbers), strict=True)
+    ]
+
+
+def _labels(numbers: list[float]) -> list[str]:
+    """All with as many decimals as the one that needs most; very small ones as 2e-5."""
+    largest = max(map(abs, numbers), default=0.0)
+    if 0 < largest < 2e-3:
+        return [f"{n:.1e}".replace(".0e", "e").replace("e-0", "e-") if n else "0" for n in numbers]
+    decimals = max((len(f"{n:.6f}".rstrip("0").partition(".")[2]) for n in numbers), default=0)
+    return [f"{n:,.{decimals}f}" if n else "0" for n in numbers]
 
 
 def _onto(low: float, high: float) -> Callable[[float], float]:

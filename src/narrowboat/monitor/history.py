@@ -29,11 +29,14 @@ class Sitting:
     resumed_from_step: int
     last_heard: datetime
     end: events.RunEnded | None = None
+    is_last: bool = True
 
     @property
     def outcome(self) -> str:
-        """``done``, ``interrupted``, ``failed``; or ``not ended``: still running, or killed."""
-        return self.end.outcome if self.end else "not ended"
+        """``done``, ``interrupted``, ``failed``; without an end ``cut short``, or ``not ended`` if it may still run."""
+        if self.end:
+            return self.end.outcome
+        return "not ended" if self.is_last else "cut short"
 
     @property
     def seconds(self) -> float:
@@ -123,6 +126,8 @@ class History:
     def _take(self, event: events.Event, time: datetime) -> None:
         if isinstance(event, events.RunStarted) or not self.sittings:
             resumed_from = event.resumed_from_step if isinstance(event, events.RunStarted) else 0
+            if self.sittings:
+                self.sittings[-1].is_last = False
             self.sittings.append(Sitting(time, resumed_from, time))
         self.sittings[-1].last_heard = time
         match event:

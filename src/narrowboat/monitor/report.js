@@ -85,7 +85,7 @@
   if (table) table.addEventListener("toggle", () => {
     const place = table.querySelector("div");
     if (!table.open || place.firstChild) return;
-    const columns = { step: "step", loss: "loss", pace: "tokens a second", peak: "peak bytes", budget: "budget bytes", rate: "learning rate", norm: "gradient norm", elapsed: "seconds" };
+    const columns = { step: "step", loss: "loss", smoothed: "smoothed loss", pace: "tokens a second", peak: "peak bytes", budget: "budget bytes", rate: "learning rate", norm: "gradient norm", elapsed: "seconds" };
     const row = (cell, words) => `<tr>${words.map((word) => `<${cell}>${word}</${cell}>`).join("")}</tr>`;
     const lines = steps.map((_, at) => row("td", Object.keys(columns).map((key) => values[key][at] ?? "not a number")));
     place.innerHTML = `<table><thead>${row("th", Object.values(columns))}</thead><tbody>${lines.join("")}</tbody></table>`;

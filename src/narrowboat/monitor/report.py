@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from narrowboat.events import Event, ModelReady, RunEnded
 from narrowboat.monitor.charts import Chart, Line, draw, thin
 from narrowboat.monitor.history import History, read_history
+from narrowboat.monitor.pace import SmoothedLoss
 from narrowboat.monitor.recorders import EVENTS_FILE
 from narrowboat.monitor.wording import how_much, quantity, spell
 from narrowboat.units import format_bytes, format_seconds
@@ -65,7 +67,9 @@ def render(history: History, name: str) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(bytes=format_bytes, seconds=format_seconds, spell=spell)
-    positions = drawn_positions(history)
+    columns = series(history)
+    positions = thin(len(history.steps), [columns[key] for key in ("loss", "peak", "pace", "rate", "norm")])
+    drawn = {key: [column[position] for position in positions] for key, column in columns.items()}
     return environment.get_template("report.html.j2").render(
         name=name,
         title=history.model.name if history.model else name,
@@ -75,8 +79,8 @@ def render(history: History, name: str) -> str:
         summary=history.summary(),
         heldout=history.heldout_losses,
         change=_change(history),
-        charts=charts(history, positions),
-        values=values(history, positions),
+        charts=charts(history, drawn),
+        values=_for_script(history, drawn),
         forecast=forecast(history),
         plan=rows(history.plan.plan, verbatim=True) if history.plan else [],
         model=_model(history.model) if history.model else [],
@@ -96,8 +100,8 @@ def _error(history: History) -> str | None:
 def _model(model: ModelReady) -> list[tuple[str, str]]:
     described = asdict(model)
     described["trainable_share"] = model.num_trainable / max(1, model.num_parameters)
-    described["adapted_modules"] = described.pop("modules_by_target")
-    return rows(described)
+    targets = described.pop("modules_by_target")
+    return [*rows(described), ("adapted modules", ", ".join(f"{name} × {count:,}" for name, count in targets.items()))]
 
 
 def _change(history: History) -> str:
@@ -105,74 +109,56 @@ def _change(history: History) -> str:
     return how_much(first, last) if first is not None and last is not None else ""
 
 
-def _series(history: History) -> dict[str, list[float]]:
-    """What is drawn of every step, in order."""
+def series(history: History) -> dict[str, list[float]]:
+    """What is drawn of every step, in order: a column each."""
     steps = history.steps.values()
+    smoothed = SmoothedLoss(memory_steps=max(10, len(steps) / 50))
     return {
+        "step": [step.step for step in steps],
         "loss": [step.loss for step in steps],
-        "pace": [step.num_tokens / step.seconds if step.seconds > 0 else math.nan for step in steps],
+        "smoothed": [smoothed.take(step.loss) for step in steps],
         "peak": [step.peak_bytes for step in steps],
+        "budget": [step.budget_bytes or math.nan for step in steps],
+        "pace": [step.num_tokens / step.seconds if step.seconds > 0 else math.nan for step in steps],
         "rate": [step.learning_rate for step in steps],
         "norm": [step.gradient_norm for step in steps],
+        "elapsed": list(accumulate(step.seconds for step in steps)),
     }
 
 
-def drawn_positions(history: History) -> list[int]:
-    """Which of the steps, in order, are drawn."""
-    return thin(len(history.steps), list(_series(history).values()))
-
-
-def charts(history: History, positions: list[int]) -> list[Chart]:
+def charts(history: History, drawn: Mapping[str, list[float]]) -> list[Chart]:
     """The page's charts; those without a number are left out."""
-    numbers = list(history.steps)
-    steps = [numbers[position] for position in positions]
-    series = {key: [values[position] for position in positions] for key, values in _series(history).items()}
-    budgets = [list(history.steps.values())[position].budget_bytes or math.nan for position in positions]
-    heldout = list(history.evaluations.values())
-    held = Line("held out", "heldout", [e.step for e in heldout], [e.loss for e in heldout], dots=True)
-    trail = Line("", "heldout thin", held.steps, held.values)
     changes = [(change.step, "changed") for change in history.plan_changes]
     strange = [(step, "strange") for step in history.strange_losses]
-    few = len(steps) <= 60
+    is_short = len(drawn["step"]) <= 40
 
     def line(key: str, name: str, css: str = "train") -> list[Line]:
-        lines = [Line(name, css, steps, series[key])]
-        return [*lines, Line("", f"{css}", steps, series[key], dots=True)] if few else lines
+        dots = Line("", css, drawn["step"], drawn[key], dots=True)
+        return [Line(name, css, drawn["step"], drawn[key]), *([dots] if is_short else [])]
 
-    drawn = [
-        draw("loss", "Loss", "nats a token", [*line("loss", "training"), trail, held], from_zero=False, marks=strange),
-        draw(
-            "peak",
-            "Memory",
-            "peak of each step",
-            [*line("peak", "peak"), Line("budget", "budget", steps, budgets)],
-            in_bytes=True,
-            marks=changes,
-        ),
+    losses = line("loss", "training")
+    if not is_short:
+        losses = [*line("loss", "training", "train faint"), *line("smoothed", "training, smoothed")]
+    heldout = list(history.evaluations.values())
+    steps, held = [event.step for event in heldout], [event.loss for event in heldout]
+    losses += [Line("", "heldout", steps, held), Line("held out", "heldout", steps, held, dots=True)]
+    memory = [*line("peak", "peak"), Line("budget", "budget", drawn["step"], drawn["budget"])]
+    laid_out = [
+        draw("loss", "Loss", "nats a token", losses, from_zero=False, marks=strange),
+        draw("peak", "Memory", "peak of each step", memory, in_bytes=True, marks=changes),
         draw("pace", "Pace", "tokens a second", line("pace", "tokens a second"), marks=changes),
         draw("rate", "Learning rate", "", line("rate", "learning rate")),
         draw("norm", "Gradient norm", "before clipping", line("norm", "gradient norm"), marks=strange),
     ]
-    return [chart for chart in drawn if chart]
+    return [chart for chart in laid_out if chart]
 
 
-def values(history: History, positions: list[int]) -> dict[str, list[float | None]]:
-    """Exact values of the drawn steps for the page's script; what is no number is None."""
-    steps = list(history.steps.values())
-    series = {key: [numbers[position] for position in positions] for key, numbers in _series(history).items()}
-    elapsed, sum_seconds = [], 0.0
-    for step in steps:
-        sum_seconds += step.seconds
-        elapsed.append(sum_seconds)
-    columns: dict[str, list[float]] = {
-        "step": [steps[position].step for position in positions],
-        **series,
-        "budget": [steps[position].budget_bytes for position in positions],
-        "elapsed": [round(elapsed[position], 3) for position in positions],
-        "heldout_step": [e.step for e in history.evaluations.values()],
-        "heldout": [e.loss for e in history.evaluations.values()],
-    }
-    return {key: [v if math.isfinite(v) else None for v in column] for key, column in columns.items()}
+def _for_script(history: History, drawn: Mapping[str, list[float]]) -> dict[str, list[float | None]]:
+    """Exact values of the drawn steps; JSON has no word for what is not a number."""
+    columns = dict(drawn)
+    columns["heldout_step"] = [event.step for event in history.evaluations.values()]
+    columns["heldout"] = [event.loss for event in history.evaluations.values()]
+    return {key: [value if math.isfinite(value) else None for value in column] for key, column in columns.items()}
 
 
 def forecast(history: History) -> dict[str, Any] | None:
