@@ -61,7 +61,7 @@ class ChatTemplate:
                 f"The tokenizer of {self.name} has no chat template, so dialogues cannot be rendered; "
                 "take a model made for chat, or give the data as plain text"
             )
-        self._openings: dict[str, str | None] = {}  # by the role before: the text from there to an assistant's turn
+        self._openings: dict[str, tuple[str, ...]] = {}  # by the role before
         self.takes_system = self._can_render([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
         self.end_ids = self._find_end_ids()
 
@@ -132,27 +132,33 @@ class ChatTemplate:
         place, before = places[number], places[number - 1] if number else _Place(None, None)
         start = place.start if place.start is not None else place.end
         if messages[number]["role"] == "assistant" and before.end is not None:
-            opening = self._opening(messages, number, tools)
-            if opening is not None:
-                behind = before.end + _num_shared(opening, text[before.end :])
-                start = behind if place.start is None else min(behind, place.start)
+            openings = self._openings_after(messages, number, tools)
+            start = next((before.end + len(o) for o in openings if text.startswith(o, before.end)), start)
         if start is None:
             if messages[number]["role"] == "assistant":
                 raise DataError(f"the chat template of {self.name} does not show where message {number + 1} starts")
             start = before.end or 0
         return start, max(start, place.end or 0)
 
-    def _opening(self, messages: Sequence[Message], number: int, tools: Sequence[Any] | None) -> str | None:
-        """The text between the message before and an assistant's turn, as at generation; None if not to be had."""
+    def _openings_after(
+        self, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
+    ) -> tuple[str, ...]:
+        """Texts that may stand between the message before and an assistant's turn, the longest first.
+
+        The first is what stands there at generation. An earlier turn may show less of it (no opened thought), so the
+        second is what both share.
+        """
         role = str(messages[number - 1]["role"])
         if role not in self._openings:
-            mark = chr(_ENDS)
-            last = {**messages[number - 1], "content": "x" + mark}
+            end, start = chr(_ENDS), chr(_STARTS)
+            until = [*messages[: number - 1], {**messages[number - 1], "content": "x" + end}]
+            earlier = [*until, {"role": "assistant", "content": start + "x"}, {"role": "user", "content": "x"}]
             try:
-                text = self._text([*messages[: number - 1], last], tools, generate=True)
+                generated = self._text(until, tools, generate=True).rpartition(end)[2]
+                shown = self._text(earlier, tools).partition(end)[2].partition(start)[0]
             except DataError:
-                return None  # perhaps the next dialogue's start is one that the template takes
-            self._openings[role] = text[text.rfind(mark) + 1 :] if mark in text else None
+                return ()  # perhaps the template takes another dialogue's start
+            self._openings[role] = (generated, generated[: _num_shared(generated, shown)])
         return self._openings[role]
 
     def _closing(
