@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,11 @@ class Rendered:
     input_ids: Tokens  # [tokens]
     turn: NDArray[np.int32]  # [tokens]
     message: NDArray[np.int32]  # [tokens]
+
+    def renumber(self, numbers: Sequence[int]) -> Rendered:
+        """The same, with message ``i`` called ``numbers[i]``: a part's messages by their places in the dialogue."""
+        names = np.array([*numbers, -1], np.int32)  # -1 stays -1
+        return replace(self, turn=names[self.turn], message=names[self.message])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +145,7 @@ class ChatTemplate:
             start = before.end or 0
         return start, max(start, place.end or 0)
 
-    def _openings_after(
-        self, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
-    ) -> tuple[str, ...]:
+    def _openings_after(self, messages: Sequence[Message], number: int, tools: Sequence[Any] | None) -> tuple[str, ...]:
         """Texts that may stand between the message before and an assistant's turn, the longest first.
 
         The first is what stands there at generation. An earlier turn may show less of it (no opened thought), so the
