@@ -62,7 +62,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def _flag(name: str, key: str) -> inspect.Parameter:
     field = dict(options.fields())[key]
     group, short = key.split(".")
-    default = "" if field.default is None else f" [default: {_shown(field.default)}]"
+    default = "" if field.default is None else f" (default {_shown(field.default)})"
     kind: Any = str | None
     names = [f"--{key}"]
     if field.annotation is bool:
