@@ -128,27 +128,34 @@ def series(history: History) -> dict[str, list[float]]:
 
 def charts(history: History, drawn: Mapping[str, list[float]]) -> list[Chart]:
     """The page's charts; those without a number are left out."""
+    if not drawn["step"] and not history.evaluations:
+        return []
+    steps = [*drawn["step"], *history.evaluations]
+    span = (min(0, *steps), max(1, *steps))
     changes = [(change.step, "changed") for change in history.plan_changes]
-    strange = [(step, "strange") for step in history.strange_losses]
-    is_short = len(drawn["step"]) <= 40
+    is_short, is_long = len(drawn["step"]) <= 40, len(drawn["step"]) < len(history.steps)
 
     def line(key: str, name: str, css: str = "train") -> list[Line]:
         dots = Line("", css, drawn["step"], drawn[key], dots=True)
         return [Line(name, css, drawn["step"], drawn[key]), *([dots] if is_short else [])]
 
+    def strange(key: str) -> list[tuple[float, str]]:
+        return [(s, "strange") for s, v in zip(drawn["step"], drawn[key], strict=True) if not math.isfinite(v)]
+
     losses = line("loss", "training")
     if not is_short:
         losses = [*line("loss", "training", "train faint"), *line("smoothed", "training, smoothed")]
-    heldout = list(history.evaluations.values())
-    steps, held = [event.step for event in heldout], [event.loss for event in heldout]
-    losses += [Line("", "heldout", steps, held), Line("held out", "heldout", steps, held, dots=True)]
-    memory = [*line("peak", "peak"), Line("budget", "budget", drawn["step"], drawn["budget"])]
+    measured, heldout = list(history.evaluations), [event.loss for event in history.evaluations.values()]
+    losses += [Line("", "heldout", measured, heldout), Line("held out", "heldout", measured, heldout, dots=True)]
+    budget = Line("budget", "budget", [span[0], *drawn["step"]], [*drawn["budget"][:1], *drawn["budget"]])
+    memory = [*line("peak", "peak"), budget]
+    norm = line("norm", "gradient norm", "train faint" if is_long else "train")
     laid_out = [
-        draw("loss", "Loss", "nats a token", losses, from_zero=False, marks=strange),
-        draw("peak", "Memory", "peak of each step", memory, in_bytes=True, marks=changes),
-        draw("pace", "Pace", "tokens a second", line("pace", "tokens a second"), marks=changes),
-        draw("rate", "Learning rate", "", line("rate", "learning rate")),
-        draw("norm", "Gradient norm", "before clipping", line("norm", "gradient norm"), marks=strange),
+        draw("loss", "Loss", "nats a token", losses, span, from_zero=False, marks=strange("loss")),
+        draw("peak", "Memory", "peak of each step", memory, span, in_bytes=True, marks=changes),
+        draw("pace", "Pace", "tokens a second", line("pace", "tokens a second"), span, marks=changes),
+        draw("rate", "Learning rate", "", line("rate", "learning rate"), span),
+        draw("norm", "Gradient norm", "before clipping", norm, span, marks=strange("norm")),
     ]
     return [chart for chart in laid_out if chart]
 
