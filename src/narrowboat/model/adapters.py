@@ -1,0 +1,203 @@
+"""LoRA adapters through PEFT: where they go, how many weights they train, and how they are saved and read.
+
+A frozen matrix W [out, in] gets B A on top, A [rank, in] and B [out, rank], scaled by alpha / rank (Hu et al., 2021,
+arXiv:2106.09685): rank x (in + out) weights to train instead of in x out. Adapters are float32 over a base of any
+format; B starts at zero, so the first forward is the base model's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from narrowboat.errors import CheckpointError, ModelError, did_you_mean
+from narrowboat.events import Notice, Tell
+from narrowboat.machine.hardware import free_disk_bytes
+from narrowboat.model.anatomy import Anatomy, bare
+from narrowboat.options.schema import LoraOptions
+from narrowboat.units import format_bytes
+
+ALL_LINEAR = "all-linear"
+REGEX = "re:"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with its adapter, and the account of it: ``matched`` is how many modules each target entry found."""
+
+    model: PeftModel
+    matched: dict[str, int]
+    num_trainable: int
+    num_parameters: int
+
+
+def adapt(model: nn.Module, options: LoraOptions, tell: Tell) -> Adapted:
+    """Freeze ``model`` and put a LoRA adapter on the modules that ``options.targets`` names.
+
+    A target is the end of a module's dotted name (``q_proj``, ``mlp.up_proj``), a whole dotted name, ``re:`` and a
+    regular expression for the whole name, or ``all-linear``: every linear layer but the head.
+
+    Raises:
+        ModelError: a target matches nothing, or matches something that cannot carry an adapter.
+    """
+    matches = {target: _matching(model, target) for target in options.targets}
+    _refuse_unmatched(model, matches)
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        bias=options.bias,
+        target_modules=_for_peft(options.targets, matches),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():  # PEFT asks transformers for an attribute by its old name
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
+    except ValueError as error:
+        raise ModelError(f"lora.targets = {', '.join(options.targets)} cannot all carry an adapter: {error}") from None
+    trainable = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    _refuse_half(trainable, options)
+    _tell_what_is_left_out(model, options, tell)
+    return Adapted(
+        model=adapted,
+        matched={target: len(names) for target, names in matches.items()},
+        num_trainable=sum(p.numel() for p in trainable.values()),
+        num_parameters=sum(p.numel() for p in adapted.parameters()),
+    )
+
+
+def save_adapter(model: PeftModel, folder: Path) -> None:
+    """Write the adapter as a plain PEFT folder, whole or not at all; an older one in its place is replaced.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; nothing is left behind.
+    """
+    num_bytes = sum(t.numel() * t.element_size() for t in get_peft_model_state_dict(model).values())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        model.save_pretrained(str(draft), save_embedding_layers=False)
+        draft.chmod(0o755)
+        if folder.exists():
+            old = draft.with_name(draft.name + "-old")
+            os.replace(folder, old)
+            os.replace(draft, folder)
+            shutil.rmtree(old)
+        else:
+            os.replace(draft, folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder}: the adapter was not saved: {error}. It takes {format_bytes(num_bytes)}, "
+            f"{format_bytes(free_disk_bytes(folder.parent))} are free there."
+        ) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def load_adapter_state(model: PeftModel, folder: Path) -> None:
+    """Put the saved weights of ``folder`` into the adapter of ``model``, bit for bit.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or does not belong to this adapter.
+    """
+    path = folder / WEIGHTS_FILE
+    try:
+        saved = load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: there is no {WEIGHTS_FILE} in it, so it is no adapter") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    present = {name: tuple(t.shape) for name, t in get_peft_model_state_dict(model).items()}
+    given = {name: tuple(t.shape) for name, t in saved.items()}
+    if wrong := sorted(name for name in present.keys() | given.keys() if present.get(name) != given.get(name)):
+        raise CheckpointError(
+            f"{path}: {len(wrong)} of {len(given)} tensors do not fit this adapter; first {wrong[0]}: saved "
+            f"{given.get(wrong[0], 'not at all')}, expected {present.get(wrong[0], 'none')}. Were lora.rank or "
+            "lora.targets changed?"
+        )
+    set_peft_model_state_dict(model, saved)
+
+
+def idle_adapters(model: nn.Module) -> list[str]:
+    """Names of the adapters whose B is still all zero, as it was before step 1: those that learnt nothing."""
+    weights = {name: p for name, p in model.named_parameters() if ".lora_B." in name}
+    if not weights:
+        return []
+    moved = torch.stack([weight.any() for weight in weights.values()]).tolist()  # one wait for the device, not one each
+    return [name for name, has_moved in zip(weights, moved, strict=True) if not has_moved]
+
+
+def _matching(model: nn.Module, target: str) -> list[str]:
+    if target == ALL_LINEAR:
+        head = bare(Anatomy.of(model).head)
+        return [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+    if target.startswith(REGEX):
+        try:
+            pattern = re.compile(target.removeprefix(REGEX))
+        except re.error as error:
+            raise ModelError(f"lora.targets: {target} is not a regular expression: {error}") from None
+        return [name for name, _ in model.named_modules() if name and pattern.fullmatch(name)]
+    return [name for name, _ in model.named_modules() if name == target or name.endswith(f".{target}")]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Plain, quantised (they inherit from ``nn.Linear``) and GPT-2's transposed ``Conv1D``."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _refuse_unmatched(model: nn.Module, matches: dict[str, list[str]]) -> None:
+    names = [name for name, module in model.named_modules() if _is_linear(module)]
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    problems = []
+    for target in (target for target, found in matches.items() if not found):
+        near = did_you_mean(target.removeprefix(REGEX), _tails(names, target.count(".") + 1))
+        problems.append(f"lora.targets: {target!r} matches no module" + (near or f". Present are {', '.join(ends)}"))
+    if problems:
+        raise ModelError("\n".join(problems))
+
+
+def _tails(names: Iterable[str], num_parts: int) -> list[str]:
+    """The distinct last ``num_parts`` parts of dotted names."""
+    return list(dict.fromkeys(".".join(name.split(".")[-num_parts:]) for name in names))
+
+
+def _for_peft(targets: tuple[str, ...], matches: dict[str, list[str]]) -> str | list[str]:
+    """PEFT takes names, or one regular expression; a mixture becomes the list of the modules found."""
+    if targets == (ALL_LINEAR,):
+        return ALL_LINEAR
+    if any(target == ALL_LINEAR or target.startswith(REGEX) for target in targets):
+        return list(dict.fromkeys(name for found in matches.values() for name in found))
+    return list(targets)
+
+
+def _refuse_half(trainable: dict[str, nn.Parameter], options: LoraOptions) -> None:
+    """A 16-bit weight cannot take an optimizer's small steps; only biases can be one, for adapters are float32."""
+    half = [name for name, p in trainable.items() if p.dtype != torch.float32]
+    if half:
+        raise ModelError(
+            f"lora.bias = {options.bias} would train {len(half)} biases in {trainable[half[0]].dtype} (first "
+            f"{half[0]}), which small steps cannot move. Set model.dtype: float32, or lora.bias: none."
+        )
+
+
+def _tell_what_is_left_out(model: nn.Module, options: LoraOptions, tell: Tell) -> None:
+    """Mixtures of experts keep their experts in three-dimensional weights, which are no linear layers."""
+    experts = [p for name, p in model.named_parameters() if p.dim() == 3 and "lora_" not in name]
+    if ALL_LINEAR in options.targets and experts:
+        share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
+        tell(Notice(f"all-linear gives no adapter to {len(experts)} expert weights, {share:.0%} of the model"))

@@ -1,0 +1,212 @@
+"""The frozen base model and its tokenizer, from a folder, a hub or the cache; or without weights, for forecasts.
+
+Everything that can be refused is refused before a weight is read: the same model is first built empty, which takes
+milliseconds and no memory. Weights are mapped from their file and cast one tensor at a time, so loading peaks at the
+model in its own format.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from narrowboat.errors import ModelError, did_you_mean
+from narrowboat.events import Notice, Tell
+from narrowboat.machine.precision import Precision
+from narrowboat.model import embedded
+from narrowboat.model.anatomy import Anatomy
+from narrowboat.options.schema import ModelOptions
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+def load_base(options: ModelOptions, precision: Precision, device: torch.device, tell: Tell) -> tuple[Any, Any]:
+    """The causal language model that ``options.name`` names, on ``device`` in ``precision.base``, and its tokenizer.
+
+    Raises:
+        ModelError: there is no such model, it has no weights, some are missing or damaged, or it is not a causal one.
+    """
+    config = load_config(options.name, tell)
+    tokenizer = load_tokenizer(options.name, tell)
+    empty = empty_base(config, precision.base.dtype, options.name)
+    source = _source(options.name, tell)
+    if Path(source).is_dir():
+        _refuse_without_weights(Path(source))
+    place = {} if device.type == "cpu" else {"device_map": {"": device}}
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=precision.base.dtype,
+            attn_implementation=empty.config._attn_implementation,
+            output_loading_info=True,
+            **place,
+        )
+    except SafetensorError as error:
+        raise ModelError(f"{options.name}: {_damaged(Path(source)) or 'its weights'} cannot be read: {error}") from None
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ModelError(f"{options.name}: its weights cannot be loaded: {_first_line(error)}") from None
+    _refuse_missing(options.name, found, tell)
+    model.config.use_cache = False
+    return model, tokenizer
+
+
+def load_config(name: str, tell: Tell) -> Any:
+    """The transformers configuration of the model ``name``, a causal language model's.
+
+    Raises:
+        ModelError: there is none, it is not JSON, or its architecture is unknown or no causal language model.
+    """
+    source = _source(name, tell)
+    if Path(source).is_dir():
+        _refuse_bad_config(Path(source) / "config.json")
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{name}: its configuration cannot be loaded: {_first_line(error)}") from None
+    stated = getattr(config, "architectures", None) or []
+    causal = [kind for kind in stated if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
+    if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder or (stated and not causal):
+        kind = ", ".join(stated) or config.model_type
+        raise ModelError(
+            f"{name}: {kind} is not a causal language model; Narrowboat trains models that predict the next token"
+        )
+    return config
+
+
+def load_tokenizer(name: str, tell: Tell) -> Any:
+    """The tokenizer of the model ``name``; data needs it before any weight is loaded.
+
+    Raises:
+        ModelError: there is none, or it is damaged.
+    """
+    source = _source(name, tell)
+    if Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZER_FILES):
+        raise ModelError(f"{source}: no tokenizer in it, none of {', '.join(TOKENIZER_FILES)}")
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # the tokenizers library raises bare Exceptions for files it cannot parse
+        raise ModelError(f"{name}: its tokenizer cannot be loaded: {_first_line(error)}") from None
+
+
+def empty_base(config: Any, dtype: torch.dtype, name: str = "") -> Any:
+    """The model that ``load_base`` would load, without weights: on ``meta``, or with fake tensors of a fake machine.
+
+    Inside ``with FakeTensorMode():`` parameters and buffers are fake CPU tensors, and a forward and backward can be
+    run on them and metered: 0.2 s for a model of 8 billion weights. Outside of it they lie on ``meta``.
+
+    Raises:
+        ModelError: transformers cannot build it, or its attention looks at later tokens.
+        AnatomyError: its parts were not found.
+    """
+    attention = "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
+    place = torch.device("cpu") if _inside_fake_mode() else torch.device("meta")
+    try:
+        with place:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise ModelError(f"{name or config.model_type}: transformers cannot build it: {_first_line(error)}") from None
+    if both_ways := [part for part in model.modules() if getattr(part, "is_causal", True) is False]:
+        raise ModelError(
+            f"{name or config.model_type}: {len(both_ways)} of its parts ({type(both_ways[0]).__name__}) look at later "
+            "tokens: it is an encoder; Narrowboat trains models that predict the next token"
+        )
+    Anatomy.of(model)
+    model.config.use_cache = False
+    return model
+
+
+def _inside_fake_mode() -> bool:
+    return isinstance(torch.empty(0), FakeTensor)
+
+
+def _source(name: str, tell: Tell) -> str:
+    """What transformers takes for ``name``: a folder that exists, or a hub name."""
+    if name == embedded.NAME:
+        return str(embedded.fetch(tell))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if folder.is_file():
+        raise ModelError(f"{name} is a file; model.name takes the folder with config.json and the weights")
+    if name.startswith((".", "~", "/")) or name.count("/") > 1 or folder.is_absolute():
+        near = [str(place) for place in folder.parent.iterdir() if place.is_dir()] if folder.parent.is_dir() else []
+        raise ModelError(f"{name}: there is no such folder{did_you_mean(str(folder), near)}")
+    if "/" not in name:
+        raise ModelError(
+            f"{name} is no folder here and no hub name such as owner/model{did_you_mean(name, [embedded.NAME])}"
+        )
+    return name
+
+
+def _refuse_bad_config(path: Path) -> None:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent}: no config.json among its {len(list(path.parent.iterdir()))} files") from None
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: not UTF-8 text, at byte {error.start:,}") from None
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in CONFIG_MAPPING_NAMES:
+        near = did_you_mean(str(kind), CONFIG_MAPPING_NAMES)
+        raise ModelError(f"{path}: model_type {kind!r} is not known to this transformers{near}")
+
+
+def _refuse_without_weights(folder: Path) -> None:
+    """Weights lie in one file, or in shards that an index lists."""
+    for index in (folder / name for name in INDEXES):
+        if index.exists():
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if missing := sorted(shard for shard in shards if not (folder / shard).exists()):
+                raise ModelError(
+                    f"{folder}: {len(missing)} of {len(shards)} weight files are missing; first {missing[0]}"
+                )
+            return
+    if not any((folder / name).exists() for name in WEIGHTS):
+        files = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
+        raise ModelError(f"{folder}: no weights in it, neither {' nor '.join(WEIGHTS)}; it holds {files}")
+
+
+def _refuse_missing(name: str, found: dict[str, Any], tell: Tell) -> None:
+    """Weights that no file holds would be random; ones that no part takes are only told."""
+    for what, keys in (("missing", found["missing_keys"]), ("of another shape", found["mismatched_keys"])):
+        if keys:
+            first = min(key if isinstance(key, str) else key[0] for key in keys)
+            raise ModelError(f"{name}: {len(keys)} of its weights are {what}; first {first}. Is it a whole checkpoint?")
+    if unused := found["unexpected_keys"]:
+        tell(Notice(f"{name}: {len(unused)} tensors of its files belong to no part of the model; first {min(unused)}"))
+
+
+def _damaged(folder: Path) -> Path | None:
+    """The first safetensors file of ``folder`` whose header cannot be read."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            return path
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
