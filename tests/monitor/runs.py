@@ -60,7 +60,13 @@ def whole_run(
 ) -> list[Event]:
     plan = MemoryPlan(layers="stream")
     forecast = {"base_weights": 3 * GIB, "layer_inputs": 2 * GIB, "tile": 512 * 2**20}
-    account = {"num_documents": 48, "num_tokens": 1_234_567, "supervised_share": 0.25, "dropped": {"broken JSON": 2}}
+    account = {
+        "num_documents": 48,
+        "num_tokens": 1_234_567,
+        "supervised_share": 0.25,
+        "dropped": {"broken JSON": 2},
+        "histogram": {2048: 7},
+    }
     return [
         started(folder),
         DataReady(account),

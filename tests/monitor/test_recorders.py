@@ -15,6 +15,7 @@ from tests.monitor.runs import Write, started, step_done, strange_run, whole_run
 from narrowboat.events import Event, Notice
 from narrowboat.monitor.history import read_history
 from narrowboat.monitor.recorders import Fanout, JsonLines
+from narrowboat.monitor.report import write_report
 
 
 class Memory:
@@ -157,6 +158,16 @@ def test_paths_and_other_objects_in_options_are_written_as_text(tmp_path: Path) 
     start = read_history(tmp_path / "events.jsonl").start
     assert start is not None
     assert start.options == {"train": {"folder": str(Path("a/b")), "names": ["x", "y"]}}
+
+
+def test_a_file_s_name_that_is_not_utf8_does_not_end_the_record(tmp_path: Path) -> None:
+    name = b"caf\xe9.txt".decode("utf-8", "surrogateescape")
+    recorder = JsonLines(tmp_path / "events.jsonl")
+    recorder.record(started(tmp_path))
+    recorder.record(Notice(f"{name} is not UTF-8"))
+    recorder.close()
+    assert list(read_history(tmp_path / "events.jsonl").notices) == ["caf?.txt is not UTF-8"]
+    assert write_report(tmp_path).exists()
 
 
 def _environment() -> dict[str, str]:

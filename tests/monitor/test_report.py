@@ -92,6 +92,7 @@ def test_the_page_tells_the_run_in_exact_numbers(write: Write, tmp_path: Path) -
         f"{3 * GIB:,}",
         "1,234,567",
         "dropped: broken JSON",
+        "histogram: up to 2,048",
         "2 records were dropped",
         "q_proj × 30, v_proj × 30",
         "lora.rank",

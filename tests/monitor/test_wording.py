@@ -18,6 +18,9 @@ from narrowboat.monitor.wording import account_line, change_in_loss, quantity, s
         ("shuffled", True, "shuffled yes"),
         ("mean", math.nan, "mean nan"),
         ("limit", None, "limit none"),
+        ("broken", [["a, line 3", "not JSON"], ["b", "empty"]], "broken a, line 3: not JSON; b: empty"),
+        ("kept_share", [0.5, 0.25] * 20, "kept share 37.5 % on average of 40"),
+        ("sizes", [str(n) for n in range(25)], "sizes " + ", ".join(map(str, range(20))) + "; and 5 more"),
     ],
 )
 def test_a_key_s_ending_gives_its_value_a_unit(key: str, value: object, told: str) -> None:
@@ -25,8 +28,22 @@ def test_a_key_s_ending_gives_its_value_a_unit(key: str, value: object, told: st
 
 
 def test_the_account_of_the_data_in_one_line() -> None:
-    account = {"num_examples": 12, "num_cut": 0, "dropped": {"broken JSON": 2, "no messages": 1}, "notes": []}
-    assert account_line(account) == "examples 12, dropped (broken JSON 2, no messages 1)"
+    account = {
+        "num_examples": 12,
+        "num_cut": 0,
+        "learnt_tokens": 1250,
+        "dropped_documents": {"no messages": 2, "too short": 1},
+        "broken": [["a.jsonl, line 3", "not JSON"]],
+        "kept_share": [0.5, 0.25],
+        "notes": [],
+        "histogram": {"2048": 7, "4096": 5},
+        "tokens_in": 5000,
+        "num_broken": 1,
+    }
+    assert account_line(account) == (
+        "examples 12, learnt tokens 1,250 (25 %), dropped documents (no messages 2, too short 1), "
+        "kept share 37.5 % on average of 2, tokens in 5,000, broken 1"
+    )
     assert account_line({}) == "nothing was read"
 
 

@@ -21,7 +21,7 @@ from narrowboat.monitor.charts import Chart, Line, draw, thin
 from narrowboat.monitor.history import History, read_history
 from narrowboat.monitor.pace import SmoothedLoss
 from narrowboat.monitor.recorders import EVENTS_FILE
-from narrowboat.monitor.wording import how_much, quantity, spell
+from narrowboat.monitor.wording import how_much, is_histogram, quantity, spell
 from narrowboat.units import format_bytes, format_seconds
 
 REPORT_FILE = "report.html"
@@ -49,11 +49,14 @@ def write_report(folder: Path) -> Path:
         DataError: if there is no ``events.jsonl`` in the folder, or nothing in it can be read.
         OSError: if the page cannot be written; an older page stays whole.
     """
-    page = render(read_history(folder / EVENTS_FILE), folder.name)
+    page = render(read_history(folder / EVENTS_FILE), folder.resolve().name)
     path = folder / REPORT_FILE
     unfinished = path.with_suffix(".html.tmp")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 
@@ -193,11 +196,13 @@ def rows(tree: Mapping[str, Any], verbatim: bool = False, prefix: str = "") -> l
 def _rows(tree: Mapping[str, Any], verbatim: bool, prefix: str) -> Iterator[tuple[str, str]]:
     for key, value in tree.items():
         label = prefix + (str(key) if verbatim else spell(str(key)))
-        if isinstance(value, Mapping) and value:
+        if is_histogram(value) and not verbatim:
+            yield from ((f"{label}: up to {int(bound):,}", f"{count:,}") for bound, count in value.items())
+        elif isinstance(value, Mapping) and value:
             yield from _rows(value, verbatim, f"{label}." if verbatim else f"{label}: ")
         elif verbatim:
             yield label, ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        elif key.endswith("_bytes") and isinstance(value, int):
+        elif str(key).endswith("_bytes") and isinstance(value, int):
             yield label, f"{format_bytes(value)} ({value:,} B)"
         else:
             yield label, quantity(str(key), value)
