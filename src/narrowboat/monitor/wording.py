@@ -43,7 +43,8 @@ def line(event: Event) -> tuple[str, str] | None:
             )
         case PlanChosen():
             forecast = memory_words(sum(event.forecast_bytes.values()), event.budget_bytes)
-            return "plan", f"{event.description}; forecast {forecast} for {event.longest_tokens:,} tokens"
+            words = f"; forecast {forecast} for {event.longest_tokens:,} tokens" if event.forecast_bytes else ""
+            return "plan", event.description + words
         case PlanChanged():
             return "plan", f"from step {event.step:,}: {event.new}, was: {event.old} ({event.reason})"
         case Evaluated():
