@@ -24,10 +24,14 @@ class MemoryPlan(BaseModel):
         description="keep: hold what backward needs; recompute: hold layer inputs and run each layer again; "
         "stream: the same, tile by tile, so that one tile's activations are alive at a time.",
     )
-    num_kept_layers: int = Field(0, ge=0, description="How many of the last layers keep their activations all the same.")
+    num_kept_layers: int = Field(
+        0, ge=0, description="How many of the last layers keep their activations all the same."
+    )
     tile_tokens: int = Field(512, ge=1, description="Tokens that go through a streamed layer together.")
     chunk_tokens: int = Field(256, ge=1, description="Tokens whose logits are alive together inside the loss.")
-    micro_batch_tokens: int = Field(1, ge=1, description="Tokens a forward may hold; one row always goes, however long.")
+    micro_batch_tokens: int = Field(
+        1, ge=1, description="Tokens a forward may hold; one row always goes, however long."
+    )
     inputs: Place = Field("device", description="Where the layers' inputs wait for backward.")
     input_stride: int = Field(1, ge=1, description="Hold every n-th layer's input; the others are computed again.")
     weights: Place = Field("device", description="Where frozen layer weights rest between their visits to the device.")
@@ -44,13 +48,15 @@ class MemoryPlan(BaseModel):
         """One line for people: ``stream, tiles of 512, inputs on disk``."""
         if self.layers == "keep":
             return "keep all activations"
-        words = [{"recompute": "recompute layers", "stream": f"stream layers in tiles of {self.tile_tokens:,}"}[self.layers]]
+        words = [
+            {"recompute": "recompute layers", "stream": f"stream layers in tiles of {self.tile_tokens:,}"}[self.layers]
+        ]
         if self.num_kept_layers:
             words.append(f"keep the last {self.num_kept_layers}")
         if self.inputs != "device":
             words.append(f"inputs on {self.inputs}")
         if self.input_stride > 1:
-            words.append(f"every {self.input_stride}th input")
+            words.append(f"one input in {self.input_stride}")
         if self.keep_keys_values:
             words.append("keys and values kept")
         if self.weights != "device":

@@ -35,7 +35,9 @@ class ModelOptions(Group):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the frozen weights; auto takes what the device does well."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train; auto takes a CUDA card if there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where to train; auto takes a CUDA card if there is one."
+    )
 
 
 class LoraOptions(Group):
@@ -64,9 +66,64 @@ class DataOptions(Group):
         None, ge=8, description="Longest example in tokens; the model's number of positions if not given."
     )
     learn: Literal["assistant", "last", "all"] = Field(
-        "assistant", description="Which turns of a dialogue are learnt: every assistant turn, the last one, or all text."
+        "assistant",
+        description="Which turns of a dialogue are learnt: every assistant turn, the last one, or all text.",
     )
     strict: bool = Field(False, description="Stop at the first record that cannot be used instead of counting it.")
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
+        "auto", description="What records hold; auto tells it from their fields."
+    )
+    columns: Names = Field(
+        (), description="Fields under other names, as usual=yours: text=body, or prompt=question,completion=answer."
+    )
+    workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 for one a core.")
+
+
+class SegmentOptions(Group):
+    """How long documents are cut."""
+
+    max_tokens: int | None = Field(
+        None, ge=8, description="Longest segment of a document in tokens; data.max_tokens if not given."
+    )
+    overlap: float = Field(
+        0.0,
+        ge=0,
+        description="Context from the neighbouring segment, shown but not learnt: below 1 a share of the segment, "
+        "otherwise tokens.",
+    )
+    overlap_sides: Literal["before", "both"] = Field("before", description="Which neighbours a segment shows.")
+
+    def overlap_of(self, max_tokens: int) -> int:
+        """The overlap in tokens, for segments of ``max_tokens``."""
+        return round(self.overlap * max_tokens) if self.overlap < 1 else int(self.overlap)
+
+
+class DialogueOptions(Group):
+    """What stays of a dialogue that is too long; system prompt, tools and the last exchange always do."""
+
+    policy: Literal["drop_oldest", "first_and_recent", "windows", "keyframes", "split"] = Field(
+        "drop_oldest",
+        description="drop_oldest: the newest exchanges that fit; first_and_recent: the first and the last few; windows: "
+        "several overlapping dialogues, each answer learnt once; keyframes: the exchanges that matter most for the last "
+        "answer; split: several dialogues without overlap.",
+    )
+    recent: int = Field(2, ge=1, description="Last exchanges that first_and_recent keeps.")
+    scorer: Literal["lexical", "attention"] = Field(
+        "lexical",
+        description="How keyframes are chosen: by words shared with the last exchange, or by the attention that the "
+        "base model's answer pays.",
+    )
+    note: str = Field("", description="Text put where exchanges were left out, such as [...]; {} becomes their number.")
+
+
+class PackingOptions(Group):
+    """How examples share rows."""
+
+    enabled: bool = Field(True, description="Put several short examples into one row; they do not see each other.")
+    row_tokens: int | None = Field(
+        None, ge=8, description="Tokens a packed row may hold; as many as the longest example if not given."
+    )
+    longest_first: bool = Field(False, description="Start each epoch with the step that holds the longest row.")
 
 
 class MemoryOptions(Group):
@@ -105,7 +162,9 @@ class TrainOptions(Group):
     folder: str = Field("runs/narrowboat", description="Run folder: checkpoints, adapter, events and report go here.")
     steps: int | None = Field(None, ge=1, description="Optimizer steps; as many as train.epochs needs if not given.")
     epochs: float = Field(1.0, gt=0, description="Passes over the data when train.steps is not given.")
-    batch_tokens: int = Field(8192, ge=1, description="Tokens an optimizer step sees; one row always goes, however long.")
+    batch_tokens: int = Field(
+        8192, ge=1, description="Tokens an optimizer step sees; one row always goes, however long."
+    )
     seed: int = Field(0, ge=0, description="Seed of order, initial weights and dropout.")
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints stay.")
@@ -118,6 +177,9 @@ class Options(Group):
     model: ModelOptions = ModelOptions()
     lora: LoraOptions = LoraOptions()
     data: DataOptions = DataOptions()
+    segments: SegmentOptions = SegmentOptions()
+    dialogues: DialogueOptions = DialogueOptions()
+    packing: PackingOptions = PackingOptions()
     memory: MemoryOptions = MemoryOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     train: TrainOptions = TrainOptions()

@@ -1,0 +1,193 @@
+"""Batches: which rows an optimizer step sees, which of them go through the model together, and as what tensors.
+
+A step batch is a pure function of the seed and the step's number, so that a run can be resumed anywhere with no state:
+the number of steps in an epoch is the same for every epoch, and each epoch shuffles anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from narrowboat.data.examples import IGNORED, Row, positions
+from narrowboat.data.packing import best_fit
+
+
+class StepSchedule:
+    """Rows of every step batch: ``schedule[step]``, counted on across epochs; ``len(schedule)`` is one epoch.
+
+    A step batch holds at most ``batch_tokens``; one row always goes, however long. Rows are dealt anew every epoch among
+    slots of about their length (within 1/64 of ``batch_tokens``), which is why the number of steps stays the same.
+
+    Args:
+        lengths: tokens of each row.
+        batch_tokens: tokens of a step batch.
+        seed: decides the order, together with the epoch's number.
+        longest_first: start each epoch with the step batch that holds the longest row, so that a run that will not
+            fit says so at once.
+        world_size: how many ranks share a step batch; see ``portions``.
+        rank: which of them this is.
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        batch_tokens: int,
+        seed: int,
+        longest_first: bool = False,
+        world_size: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self.lengths: NDArray[np.int64] = np.asarray(lengths, dtype=np.int64)
+        self.seed, self.longest_first = seed, longest_first
+        self.world_size, self.rank = world_size, rank
+        self._room = _round_up(self.lengths, batch_tokens)
+        slots = best_fit(self._room, batch_tokens)
+        self._steps = len(slots)
+        # Slots by falling room: slot k of this order belongs to step batch _step_of_slot[k].
+        places = np.array([(self._room[row], step) for step, rows in enumerate(slots) for row in rows])
+        self._step_of_slot = places[np.argsort(-places[:, 0], kind="stable"), 1]
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, step: int) -> list[int]:
+        """Row numbers of step batch ``step``, for all ranks together."""
+        epoch, place = divmod(step, self._steps)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._deal(epoch))
+        return self._epoch[1][place]
+
+    def portions(self, step: int, micro_batch_tokens: int) -> list[Portion]:
+        """This rank's micro-batches of step batch ``step``: equally many on every rank.
+
+        Where they do not come out even, up to ``world_size - 1`` ranks run one row a second time without counting it.
+        """
+        rows = self[step]
+        groups = [[rows[i] for i in group] for group in _group(self.lengths[rows], micro_batch_tokens)]
+        dealt = [Portion(tuple(group)) for group in groups]
+        filler = Portion((min(rows, key=lambda row: int(self.lengths[row])),), counts=False)
+        dealt += [filler] * (-len(dealt) % self.world_size)
+        return dealt[self.rank :: self.world_size]
+
+    def _deal(self, epoch: int) -> list[list[int]]:
+        """Rows of each step batch in the order of ``epoch``."""
+        random = np.random.default_rng([self.seed, epoch])
+        shuffled = random.permutation(len(self.lengths))
+        by_room = shuffled[np.argsort(-self._room[shuffled], kind="stable")]  # random among rows of equal room
+        steps: list[list[int]] = [[] for _ in range(self._steps)]
+        for row, step in zip(by_room.tolist(), self._step_of_slot.tolist(), strict=True):
+            steps[step].append(row)
+        order = random.permutation(self._steps).tolist()
+        if self.longest_first:
+            first = max(order, key=lambda step: (max(self.lengths[steps[step]]), self.lengths[steps[step]].sum()))
+            order.remove(first)
+            order.insert(0, first)
+        return [steps[step] for step in order]
+
+
+def _round_up(lengths: NDArray[np.int64], batch_tokens: int) -> NDArray[np.int64]:
+    """Lengths of about the same size made equal, so that rows can change places without breaking ``batch_tokens``.
+
+    The sizes are the 64ths of ``batch_tokens``, and its whole parts 1/2, 1/3, ..: as many rows fit as would unrounded
+    where all are of one length.
+    """
+    parts = batch_tokens // np.arange(1, min(batch_tokens, 4096) + 1)
+    sizes = np.unique(np.concatenate([parts, batch_tokens * np.arange(1, 65) // 64]))
+    sizes = sizes[sizes > 0]
+    fits = lengths <= batch_tokens
+    rounded = sizes[np.searchsorted(sizes, np.minimum(lengths, batch_tokens))]
+    return np.where(fits, rounded, lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Row numbers of one micro-batch; ``counts=False`` is a filler whose loss weighs nothing."""
+
+    rows: tuple[int, ...]
+    counts: bool = True
+
+
+def micro_batches(rows: Sequence[Row], micro_batch_tokens: int) -> list[list[Row]]:
+    """Group ``rows`` of about the same length, longest first, so that little is padded.
+
+    A group's padded size (rows times its longest) is at most ``micro_batch_tokens``; one row always goes.
+    """
+    return [[rows[i] for i in group] for group in _group([row.num_tokens for row in rows], micro_batch_tokens)]
+
+
+def _group(lengths: Sequence[int] | NDArray[np.int64], micro_batch_tokens: int) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -int(lengths[i])):
+        longest = int(lengths[groups[-1][0]]) if groups else 0
+        if groups and (len(groups[-1]) + 1) * longest <= micro_batch_tokens:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward sees. All tensors are int64 ``[rows, tokens]``.
+
+    Padding stands on the right, is labelled ``IGNORED`` by its position, whatever the pad token's id, and counts its own
+    positions from 0: it is a document of its own for attention that finds packed documents by their restarting
+    positions, as transformers does when it gets no ``attention_mask``. So ``attention_mask`` is given only where rows
+    are padded and none is packed.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    lengths: tuple[tuple[int, ...], ...]  # of each row's documents, without padding
+    num_supervised: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, without padding."""
+        return sum(map(sum, self.lengths))
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same on ``device``."""
+        mask = None if self.attention_mask is None else self.attention_mask.to(device, non_blocking=True)
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            attention_mask=mask,
+        )
+
+
+def collate(rows: Sequence[Row], pad_id: int) -> MicroBatch:
+    """Stack ``rows``, padded on the right to the longest."""
+    num_tokens = max(row.num_tokens for row in rows)
+    shape = (len(rows), num_tokens)
+    input_ids = np.full(shape, pad_id, np.int64)
+    labels = np.full(shape, IGNORED, np.int64)
+    position_ids = np.zeros(shape, np.int64)
+    mask = np.zeros(shape, np.int64)
+    for i, row in enumerate(rows):
+        used = row.num_tokens
+        input_ids[i, :used] = row.input_ids
+        labels[i, :used] = row.labels
+        mask[i, :used] = 1
+        padding = (num_tokens - used,) if used < num_tokens else ()
+        position_ids[i] = positions((*row.lengths, *padding))
+    is_padded = not mask.all()
+    is_packed = any(len(row.lengths) > 1 for row in rows)
+    return MicroBatch(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(labels),
+        torch.from_numpy(position_ids),
+        torch.from_numpy(mask) if is_padded and not is_packed else None,
+        tuple(row.lengths for row in rows),
+        sum(row.num_supervised for row in rows),
+    )

@@ -1,0 +1,88 @@
+"""Examples and rows: token ids and labels, ready to train on.
+
+An example is what one segment or one dialogue became. A row is one packed sequence of one or several examples, which
+do not see each other: positions restart at 0, and no label is predicted across a join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED = -100
+"""The label of a token that is not learnt: torch's ``cross_entropy`` leaves it out."""
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Token ids and labels of one segment or dialogue.
+
+    ``labels[i]`` is ``input_ids[i]`` where the token is learnt and ``IGNORED`` elsewhere. ``labels[0]`` is always
+    ignored: nothing stands before it. ``offset`` is the place of ``input_ids[0]`` among its document's tokens, so
+    neighbouring segments can be put back in order, and carried context can follow the thread.
+    """
+
+    input_ids: Tokens  # [tokens]
+    labels: Tokens  # [tokens]
+    document: int = 0
+    segment: int = 0
+    offset: int = 0
+    kept: float = 1.0  # share of the document's tokens that stayed; below 1 where a dialogue was compressed
+    source: str = ""  # file and line, for people
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the example."""
+        return len(self.input_ids)
+
+    @property
+    def num_supervised(self) -> int:
+        """How many tokens are learnt."""
+        return int((self.labels != IGNORED).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One packed sequence; ``lengths`` says where its documents end."""
+
+    input_ids: Tokens  # [tokens]
+    labels: Tokens  # [tokens]
+    lengths: tuple[int, ...]
+    examples: tuple[int, ...] = field(default=())  # which examples of the data set it holds, for people
+
+    @classmethod
+    def join(cls, examples: Sequence[Example], numbers: Sequence[int] = ()) -> Row:
+        """Put ``examples`` behind one another."""
+        return cls(
+            np.concatenate([example.input_ids for example in examples]),
+            np.concatenate([example.labels for example in examples]),
+            tuple(example.num_tokens for example in examples),
+            tuple(numbers),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the row."""
+        return len(self.input_ids)
+
+    @property
+    def num_supervised(self) -> int:
+        """How many tokens are learnt."""
+        return int((self.labels != IGNORED).sum())
+
+    @property
+    def position_ids(self) -> Tokens:
+        """``0, 1, 2, ..`` for each document anew."""
+        return positions(self.lengths)
+
+
+def positions(lengths: Sequence[int]) -> Tokens:
+    """``positions((2, 3))`` is ``0 1 0 1 2``."""
+    ends = np.cumsum(lengths)
+    starts = np.repeat(ends - np.asarray(lengths), lengths)
+    return (np.arange(ends[-1]) - starts).astype(np.int32)

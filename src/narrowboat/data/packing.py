@@ -1,0 +1,42 @@
+"""Packing: several examples share a row, so that short ones do not cost a row each.
+
+Best fit, longest first (best-fit-decreasing): every example goes whole into the fullest row that still has room, which
+needs at most 11/9 of the fewest possible rows and in practice about as many. Nothing is cut here and nothing is lost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def best_fit(lengths: ArrayLike, row_tokens: int) -> list[list[int]]:
+    """Rows as lists of indices into ``lengths``; one longer than ``row_tokens`` gets a row of its own.
+
+    Deterministic; time grows with the number of lengths and slowly with the number of different gaps.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    rows: list[list[int]] = []
+    by_gap: dict[int, list[int]] = {}  # free tokens -> rows with just so many
+    gaps: list[int] = []  # the keys of by_gap, rising
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[index])
+        place = bisect_left(gaps, size)
+        if place < len(gaps):
+            gap = gaps[place]
+            row = by_gap[gap].pop()
+            if not by_gap[gap]:
+                del by_gap[gap], gaps[place]
+            rows[row].append(index)
+        else:
+            gap, row = row_tokens, len(rows)
+            rows.append([index])
+        left = gap - size
+        if left > 0:
+            if left not in by_gap:
+                by_gap[left] = []
+                insort(gaps, left)
+            by_gap[left].append(row)
+    return rows

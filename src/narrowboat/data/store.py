@@ -1,0 +1,134 @@
+"""The store: examples as Arrow record batches, in memory or mapped from shards on disk; four bytes a token.
+
+Token ids lie as they are; which of them are learnt is kept as run lengths (so many not learnt, so many learnt, and so
+on), which for most examples are two or a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from narrowboat.data.examples import IGNORED, Example, Row
+
+SCHEMA = pa.schema(
+    {
+        "input_ids": pa.list_(pa.int32()),
+        "runs": pa.list_(pa.int32()),  # not learnt, learnt, not learnt, ..
+        "num_supervised": pa.int32(),
+        "document": pa.int32(),
+        "segment": pa.int32(),
+        "offset": pa.int32(),
+        "kept": pa.float32(),
+        "source": pa.string(),
+    }
+)
+
+
+def to_batch(examples: Sequence[Example]) -> pa.RecordBatch:
+    """Examples as one record batch."""
+    return pa.RecordBatch.from_arrays(
+        [
+            _lists([example.input_ids for example in examples]),
+            _lists([_runs(example.labels != IGNORED) for example in examples]),
+            pa.array([example.num_supervised for example in examples], pa.int32()),
+            pa.array([example.document for example in examples], pa.int32()),
+            pa.array([example.segment for example in examples], pa.int32()),
+            pa.array([example.offset for example in examples], pa.int32()),
+            pa.array([example.kept for example in examples], pa.float32()),
+            pa.array([example.source for example in examples], pa.string()),
+        ],
+        schema=SCHEMA,
+    )
+
+
+def _lists(arrays: Sequence[NDArray[np.int32]]) -> pa.ListArray:
+    offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int32)
+    values = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(np.int32)))
+
+
+def _runs(learnt: NDArray[np.bool_]) -> NDArray[np.int32]:
+    changes = np.flatnonzero(np.diff(learnt)) + 1
+    edges = np.concatenate([[0], changes, [len(learnt)]])
+    if len(learnt) and learnt[0]:
+        edges = np.concatenate([[0], edges])  # a first run of none
+    return np.diff(edges).astype(np.int32)
+
+
+class Store:
+    """Examples by number, without reading the others."""
+
+    def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
+        self._batches = [batch for batch in batches if len(batch)]
+        self._firsts = np.cumsum([0, *(len(batch) for batch in self._batches)])
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, number: int) -> Example:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        which = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        batch, at = self._batches[which], number - int(self._firsts[which])
+        columns = {name: batch.column(name)[at] for name in batch.schema.names}
+        input_ids = columns["input_ids"].values.to_numpy(zero_copy_only=True)
+        runs = columns["runs"].values.to_numpy(zero_copy_only=True)
+        learnt = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+        return Example(
+            input_ids,
+            np.where(learnt, input_ids, np.int32(IGNORED)),
+            columns["document"].as_py(),
+            columns["segment"].as_py(),
+            columns["offset"].as_py(),
+            columns["kept"].as_py(),
+            columns["source"].as_py(),
+        )
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each example."""
+        arrays = [np.diff(batch.column("input_ids").offsets.to_numpy()) for batch in self._batches]
+        return np.concatenate(arrays).astype(np.int32) if arrays else np.empty(0, np.int32)
+
+    def column(self, name: str) -> NDArray[np.int32]:
+        """One number of each example: num_supervised, document, segment or offset."""
+        arrays = [batch.column(name).to_numpy(zero_copy_only=True) for batch in self._batches]
+        return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+
+
+class Rows:
+    """Packed rows over a store: ``rows[i]`` is made when asked for; ``lengths`` and ``num_supervised`` are at hand."""
+
+    def __init__(self, store: Store, groups: Sequence[Sequence[int]]) -> None:
+        self.store = store
+        self._members = np.array([example for group in groups for example in group], np.int64)
+        self._firsts = np.cumsum([0, *(len(group) for group in groups)])
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def __getitem__(self, number: int) -> Row:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        members = self._members[self._firsts[number] : self._firsts[number + 1]].tolist()
+        return Row.join([self.store[member] for member in members], members)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row."""
+        return self._sum(self.store.lengths)
+
+    @cached_property
+    def num_supervised(self) -> NDArray[np.int64]:
+        """Learnt tokens of each row."""
+        return self._sum(self.store.column("num_supervised"))
+
+    def _sum(self, values: NDArray[np.int32]) -> NDArray[np.int64]:
+        if not len(self):
+            return np.empty(0, np.int64)
+        return np.add.reduceat(values[self._members].astype(np.int64), self._firsts[:-1])

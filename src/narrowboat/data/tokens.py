@@ -1,0 +1,124 @@
+"""Tokenising with places: every token id of a text, and where in the text each token ends.
+
+Done once for a whole document, in batches over all cores. A byte-level tokenizer's places follow from its vocabulary (a
+token's bytes are its characters), which is faster than asking for them and never wrong: the sum is checked against the
+text. Other tokenizers are asked for their offsets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowboat.data.examples import Tokens
+from narrowboat.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """A text's tokens. Token ``i`` is the text from ``edges[i]`` to ``edges[i + 1]``, in characters.
+
+    ``is_whole[i]`` is false where edge ``i`` lies inside a character that several tokens share: no cut may fall there.
+    """
+
+    input_ids: Tokens  # [tokens]
+    edges: NDArray[np.int64]  # [tokens + 1]
+    is_whole: NDArray[np.bool_]  # [tokens + 1]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """The tokens that hold any of the characters ``start:end``, as a range."""
+        first = int(np.searchsorted(self.edges[1:], start, side="right"))
+        return first, int(np.searchsorted(self.edges[:-1], end, side="left"))
+
+
+class Encoder:
+    """A transformers tokenizer as what long text needs of it.
+
+    Raises:
+        DataError: when the tokenizer is not a fast one, and so cannot say where its tokens stand.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise DataError(
+                f"{type(tokenizer).__name__} cannot say where its tokens stand in the text; Narrowboat needs a fast "
+                "tokenizer (one with a tokenizer.json)"
+            )
+        if backend.truncation or backend.padding:
+            backend = type(backend).from_str(backend.to_str())
+            backend.no_truncation()
+            backend.no_padding()
+        self._backend = backend
+        self._num_bytes = _bytes_of_ids(backend)
+        around = backend.encode("x").ids
+        inner = backend.encode("x", add_special_tokens=False).ids
+        place = next((i for i in range(len(around)) if around[i : i + len(inner)] == inner), 0)
+        self.before: list[int] = around[:place]  # what the tokenizer itself puts around a text: often one BOS
+        self.after: list[int] = around[place + len(inner) :]
+
+    def encode(self, texts: Sequence[str]) -> list[Tokenised]:
+        """Tokens of each text, without special ones around it; special tokens' names inside are read as such."""
+        if self._num_bytes is None:
+            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+            return [_by_offsets(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._by_bytes(text, encoding.ids) for text, encoding in zip(texts, encodings, strict=True)]
+
+    def _by_bytes(self, text: str, ids: list[int]) -> Tokenised:
+        assert self._num_bytes is not None
+        input_ids = np.array(ids, np.int32)
+        edges = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum(self._num_bytes[input_ids], out=edges[1:])
+        is_whole = np.ones(len(edges), np.bool_)
+        if not text.isascii():
+            raw = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+            if edges[-1] != len(raw):
+                return _by_offsets(text, self._backend.encode(text, add_special_tokens=False))
+            leads = np.ones(len(raw) + 1, np.bool_)
+            leads[:-1] = (raw & 0xC0) != 0x80
+            is_whole = leads[edges]
+            edges = (np.cumsum(leads) - 1)[edges]
+        elif edges[-1] != len(text):
+            return _by_offsets(text, self._backend.encode(text, add_special_tokens=False))
+        return Tokenised(input_ids, edges, is_whole)
+
+
+def _bytes_of_ids(backend: Any) -> NDArray[np.int64] | None:
+    """Bytes that each token id stands for, if the tokenizer is a byte-level one that leaves the text as it is."""
+    description = json.loads(backend.to_str())
+    decoder = description.get("decoder") or {}
+    kinds = [part["type"] for part in decoder.get("decoders", [decoder]) if part]
+    if "ByteLevel" not in kinds or "Prepend" in kinds or _adds_a_space(description.get("pre_tokenizer")):
+        return None
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    added = {token["content"] for token in description.get("added_tokens", [])}
+    num_bytes = np.zeros(max(vocabulary.values()) + 1, np.int64)
+    for token, number in vocabulary.items():
+        num_bytes[number] = len(token.encode()) if token in added else len(token)
+    return num_bytes
+
+
+def _adds_a_space(pre_tokenizer: dict[str, Any] | None) -> bool:
+    parts = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    return any(part.get("add_prefix_space") for part in parts)
+
+
+def _by_offsets(text: str, encoding: Any) -> Tokenised:
+    """From the tokenizer's own offsets; what no token claims (trimmed spaces) goes with the token after it."""
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    ends = np.maximum.accumulate(offsets[:, 1])
+    edges = np.concatenate([[0], ends])
+    if len(ends):
+        edges[-1] = len(text)
+    is_whole = np.ones(len(edges), np.bool_)
+    is_whole[1:-1] = offsets[1:, 0] >= ends[:-1]
+    return Tokenised(np.array(encoding.ids, np.int32), edges, is_whole)

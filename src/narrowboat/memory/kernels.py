@@ -1,0 +1,228 @@
+"""Attention of some queries to one stretch of keys: output and log-sum-exp forwards, three gradients backwards.
+
+Two kernels with one signature. ``Flash`` is PyTorch's own, on CPU and CUDA; it takes grouped heads as they are and
+never holds the scores. ``Blocks`` is plain PyTorch for what flash lacks (soft-capped scores, other dtypes, values of
+another size), a block of keys at a time: at most ``BLOCK_BYTES`` of scores.
+
+Log-sum-exps make stretches independent: outputs of several stretches are merged by them, and backward, given the
+merged output and log-sum-exp, is exact for each stretch alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from narrowboat.memory.layout import Sight
+
+BLOCK_BYTES = 32 * 2**20
+
+# q [batch, heads, queries, size]; k, v [batch, kv heads, keys, size]; out like q; lse [batch, heads, queries] fp32
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of queries and keys."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+
+class Kernel(Protocol):
+    """Attention to one stretch of keys."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp. CAUSAL and WINDOW: the last query sits on the last key."""
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sight: Sight,
+        scores: Scores,
+    ) -> Gradients:
+        """Gradients for q, k and v, given the output and log-sum-exp of all stretches together."""
+
+
+def kernel_for(q: torch.Tensor, v: torch.Tensor, scores: Scores) -> Kernel:
+    """The fastest kernel that can do it."""
+    same_size = q.shape[-1] == v.shape[-1]
+    if scores.softcap is None and same_size:
+        if q.device.type == "cpu":
+            return FlashCPU()
+        if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
+            return FlashCUDA()
+    return Blocks()
+
+
+def visible(num_queries: int, num_keys: int, sight: Sight, window: int | None, device: torch.device) -> torch.Tensor:
+    """``[queries, keys]`` bool: who sees whom when the last query sits on the last key."""
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)[None]
+    seen = key <= query
+    return seen & (key > query - window) if sight is Sight.WINDOW and window is not None else seen
+
+
+class FlashCPU:
+    """PyTorch's flash attention for CPUs; its causal mask is aligned top left, so a window goes in as a mask."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``."""
+        mask = self._mask(q, k, sight, scores)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, sight is Sight.CAUSAL, attn_mask=mask, scale=scores.scale
+        )
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sight: Sight,
+        scores: Scores,
+    ) -> Gradients:
+        """See ``Kernel``."""
+        mask = self._mask(q, k, sight, scores)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, sight is Sight.CAUSAL, attn_mask=mask, scale=scores.scale
+        )
+
+    @staticmethod
+    def _mask(q: torch.Tensor, k: torch.Tensor, sight: Sight, scores: Scores) -> torch.Tensor | None:
+        if sight is not Sight.WINDOW:
+            return None
+        seen = visible(q.shape[2], k.shape[2], sight, scores.window, q.device)
+        return torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -torch.inf)[None, None]
+
+
+class FlashCUDA:
+    """FlashAttention-2 as PyTorch carries it; causal masks are aligned bottom right and windows are its own."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, sight is not Sight.ALL, False,
+            scale=scores.scale, **self._window(sight, scores),
+        )  # fmt: skip
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sight: Sight,
+        scores: Scores,
+    ) -> Gradients:
+        """See ``Kernel``."""
+        grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
+        no_random = torch.zeros(2, dtype=torch.int64, device=q.device)  # dropout is 0, so these are not read
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, sight is not Sight.ALL,
+            no_random, no_random, scale=scores.scale, **self._window(sight, scores),
+        )  # fmt: skip
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    @staticmethod
+    def _window(sight: Sight, scores: Scores) -> dict[str, int]:
+        if sight is not Sight.WINDOW or scores.window is None:
+            return {}
+        return {"window_size_left": scores.window - 1, "window_size_right": 0}
+
+
+class Blocks:
+    """Plain PyTorch, a block of keys at a time, scores in fp32 or better."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``."""
+        q5 = self._grouped(q, k)  # [batch, kv heads, group, queries, size]
+        out = q5.new_zeros(*q5.shape[:-1], v.shape[-1])
+        lse = q5.new_full(q5.shape[:-1], -torch.inf)
+        for start, stop in self._blocks(q, k):
+            s, _ = self._scores(q5, k, start, stop, sight, scores)
+            block_lse = s.logsumexp(-1)
+            total = torch.logaddexp(lse, block_lse)
+            seen = torch.where(total == -torch.inf, 0.0, total)  # a query that sees nothing yet
+            out.mul_(torch.exp(lse - seen)[..., None])
+            out += torch.exp(s - seen[..., None]) @ v[:, :, None, start:stop].to(s.dtype)
+            lse = total
+        return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sight: Sight,
+        scores: Scores,
+    ) -> Gradients:
+        """See ``Kernel``."""
+        q5, g5, lse5 = self._grouped(q, k), self._grouped(grad, k), self._grouped(lse[..., None], k)
+        delta = (g5 * self._grouped(out, k)).sum(-1, keepdim=True)
+        dq = torch.zeros_like(q5)
+        dk = k.new_zeros(k.shape, dtype=q5.dtype)
+        dv = v.new_zeros(v.shape, dtype=q5.dtype)
+        for start, stop in self._blocks(q, k):
+            s, slope = self._scores(q5, k, start, stop, sight, scores)
+            p = torch.exp(s - lse5)
+            dv[:, :, start:stop] = (p.transpose(-1, -2) @ g5).sum(2)
+            ds = p * (g5 @ v[:, :, None, start:stop].to(p.dtype).transpose(-1, -2) - delta)
+            if slope is not None:
+                ds *= slope
+            ds *= scores.scale
+            dq += ds @ k[:, :, None, start:stop].to(p.dtype)
+            dk[:, :, start:stop] = (ds.transpose(-1, -2) @ q5).sum(2)
+        return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    @staticmethod
+    def _grouped(t: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+        return t.unflatten(1, (k.shape[1], -1)).to(wide)
+
+    @staticmethod
+    def _blocks(q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:
+        per_key = 4 * q.shape[0] * q.shape[1] * q.shape[2]
+        size = max(16, BLOCK_BYTES // per_key)
+        return [(start, min(start + size, k.shape[2])) for start in range(0, k.shape[2], size)]
+
+    @staticmethod
+    def _scores(
+        q5: torch.Tensor, k: torch.Tensor, start: int, stop: int, sight: Sight, scores: Scores
+    ) -> tuple[torch.Tensor, Any]:
+        """``[batch, kv heads, group, queries, keys]`` scores and, under a soft cap, their slope."""
+        s = q5 @ k[:, :, None, start:stop].to(q5.dtype).transpose(-1, -2) * scores.scale
+        slope = None
+        if scores.softcap is not None:
+            s = torch.tanh(s / scores.softcap)
+            slope = 1 - s * s
+            s = s * scores.softcap
+        if sight is not Sight.ALL:
+            seen = visible(q5.shape[3], k.shape[2], sight, scores.window, q5.device)[:, start:stop]
+            s = s.masked_fill(~seen, -torch.inf)
+        return s, slope

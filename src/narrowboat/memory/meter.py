@@ -1,0 +1,180 @@
+"""How many bytes of tensors are alive, by cause: a reading that needs no card and works on fake tensors too.
+
+A dispatch mode sees every tensor that an operator returns and follows its storage by weak reference, so views count
+once and a freed storage counts no more. Equal to the MiB to PyTorch's own CPU allocator record; what lives and dies
+inside one operator is not seen. Costs some microseconds an operator, nothing in bytes.
+
+With a budget, the meter refuses the operator that would pass it by raising ``torch.OutOfMemoryError``: on a CPU a
+budget is as hard as the memory of a card, and running out of memory can be tested anywhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_iter
+
+from narrowboat.plan import Place
+from narrowboat.units import format_bytes
+
+BASE_WEIGHTS = "base weights"
+ADAPTERS = "adapters"
+GRADIENTS = "gradients"
+OPTIMIZER_STATES = "optimizer states"
+LAYER_INPUTS = "layer inputs"
+KEYS_VALUES = "keys and values"
+LOSS = "loss"
+WORKING_SET = "working set"
+
+_current: ContextVar[tuple[str, Place]] = ContextVar("narrowboat_cause", default=(WORKING_SET, "device"))
+
+
+@contextmanager
+def cause(name: str, place: Place = "device") -> Iterator[None]:
+    """Count what is allocated inside under ``name`` and at ``place``; free without a meter."""
+    token = _current.set((name, place))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def account(tensor: torch.Tensor, name: str) -> None:
+    """From here on count ``tensor``, already alive, under ``name``; free without a meter."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Meter):
+            mode.move(tensor, name)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes at one moment. ``by_cause`` holds the device's bytes alone."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    by_cause: dict[str, int]
+
+
+class Meter(TorchDispatchMode):
+    """Counts live tensor storage while it is entered.
+
+    Args:
+        budget_bytes: refuse the operator that would take the device above this; None only counts.
+    """
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        super().__init__()
+        self.budget_bytes = budget_bytes
+        self._live: dict[tuple[str, Place], int] = defaultdict(int)
+        self._live_device_bytes = 0
+        self._peak_bytes = 0
+        self._at_peak: dict[tuple[str, Place], int] = {}
+        self._peak_by_place: dict[Place, int] = defaultdict(int)
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._slots: dict[int, tuple[str, Place]] = {}
+
+    def watch(self, tensor: torch.Tensor, name: str | None = None, place: Place | None = None) -> None:
+        """Count ``tensor``'s storage, once, under ``name`` (default: the current cause) until it is freed."""
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        current_name, current_place = _current.get()
+        self._slots[key] = (name or current_name, place or current_place)
+        num_bytes = storage.nbytes()
+        self._add(self._slots[key], num_bytes)
+
+        def freed(_: object, key: int = key, num_bytes: int = num_bytes) -> None:
+            del self._seen[key]
+            slot = self._slots.pop(key)
+            self._live[slot] -= num_bytes
+            if slot[1] == "device":
+                self._live_device_bytes -= num_bytes
+
+        self._seen[key] = weakref.ref(storage, freed)
+
+    def move(self, tensor: torch.Tensor, name: str) -> None:
+        """Count a watched tensor's storage under another cause, at the same place."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._slots:
+            old = self._slots[key]
+            num_bytes = tensor.untyped_storage().nbytes()
+            self._slots[key] = (name, old[1])
+            self._live[old] -= num_bytes
+            self._live[self._slots[key]] += num_bytes
+
+    def watch_model(self, model: torch.nn.Module) -> None:
+        """Count parameters and buffers: frozen ones as base weights, trainable ones as adapters."""
+        for parameter in model.parameters():
+            self.watch(parameter.data, ADAPTERS if parameter.requires_grad else BASE_WEIGHTS, "device")
+        for buffer in model.buffers():
+            self.watch(buffer, BASE_WEIGHTS, "device")
+
+    def reset_peak(self) -> None:
+        """Let the peak begin anew from what is alive now."""
+        self._peak_bytes = self._live_device_bytes
+        self._at_peak = dict(self._live)
+        self._peak_by_place.clear()
+
+    @property
+    def live(self) -> Reading:
+        """What is alive now."""
+        return self._reading(self._live, self._live_device_bytes)
+
+    @property
+    def peak(self) -> Reading:
+        """The most that was alive since the last reset, with the causes of that moment."""
+        return self._reading(self._at_peak, self._peak_bytes, self._peak_by_place)
+
+    def _add(self, slot: tuple[str, Place], num_bytes: int) -> None:
+        self._live[slot] += num_bytes
+        if slot[1] != "device":
+            total = sum(size for (_, place), size in self._live.items() if place == slot[1])
+            self._peak_by_place[slot[1]] = max(self._peak_by_place[slot[1]], total)
+            return
+        self._live_device_bytes += num_bytes
+        if self.budget_bytes is not None and self._live_device_bytes > self.budget_bytes:
+            self._live[slot] -= num_bytes  # the caller's tensor dies with the exception
+            self._live_device_bytes -= num_bytes
+            raise torch.OutOfMemoryError(
+                f"{format_bytes(num_bytes)} more would take the device from {format_bytes(self._live_device_bytes)} "
+                f"above the budget of {format_bytes(self.budget_bytes)}."
+            )
+        if self._live_device_bytes > self._peak_bytes:
+            self._peak_bytes = self._live_device_bytes
+            self._at_peak = dict(self._live)
+
+    @staticmethod
+    def _reading(
+        live: dict[tuple[str, Place], int], device_bytes: int, peaks: dict[Place, int] | None = None
+    ) -> Reading:
+        by_place: dict[str, int] = defaultdict(int)
+        by_cause: dict[str, int] = {}
+        for (name, place), num_bytes in live.items():
+            by_place[place] += num_bytes
+            if place == "device" and num_bytes:
+                by_cause[name] = by_cause.get(name, 0) + num_bytes
+        if peaks is not None:
+            by_place.update(peaks)
+        ordered = dict(sorted(by_cause.items(), key=lambda item: -item[1]))
+        return Reading(device_bytes, by_place["host"], by_place["disk"], ordered)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(out):
+            if isinstance(leaf, torch.Tensor):
+                self.watch(leaf)
+        return out

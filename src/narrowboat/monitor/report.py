@@ -1,0 +1,196 @@
+"""``report.html``: one self-contained page about a run, made from ``events.jsonl`` alone.
+
+It loads nothing from anywhere, so it can be mailed, archived and opened in ten years; a run of any length stays far
+below a megabyte.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from narrowboat.events import Event, ModelReady, RunEnded
+from narrowboat.monitor.charts import Chart, Line, draw, thin
+from narrowboat.monitor.history import History, read_history
+from narrowboat.monitor.pace import SmoothedLoss
+from narrowboat.monitor.recorders import EVENTS_FILE
+from narrowboat.monitor.wording import how_much, quantity, spell
+from narrowboat.units import format_bytes, format_seconds
+
+REPORT_FILE = "report.html"
+
+
+class ReportPage:
+    """The recorder that leaves the page behind when a sitting ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def record(self, event: Event) -> None:
+        """Write the page at the end; comes after ``JsonLines`` among the recorders, for it reads what that wrote."""
+        if isinstance(event, RunEnded):
+            write_report(self._folder)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def write_report(folder: Path) -> Path:
+    """Make ``folder/report.html`` from ``folder/events.jsonl``; gives back its path.
+
+    Raises:
+        DataError: if there is no ``events.jsonl`` in the folder, or nothing in it can be read.
+        OSError: if the page cannot be written; an older page stays whole.
+    """
+    page = render(read_history(folder / EVENTS_FILE), folder.name)
+    path = folder / REPORT_FILE
+    unfinished = path.with_suffix(".html.tmp")
+    unfinished.write_text(page, encoding="utf-8")
+    os.replace(unfinished, path)
+    return path
+
+
+def render(history: History, name: str) -> str:
+    """The page of a run."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(bytes=format_bytes, seconds=format_seconds, spell=spell)
+    columns = series(history)
+    positions = thin(len(history.steps), [columns[key] for key in ("loss", "peak", "pace", "rate", "norm")])
+    drawn = {key: [column[position] for position in positions] for key, column in columns.items()}
+    return environment.get_template("report.html.j2").render(
+        name=name,
+        title=history.model.name if history.model else name,
+        history=history,
+        started=history.sittings[0].started,
+        error=_error(history),
+        summary=history.summary(),
+        heldout=history.heldout_losses,
+        change=_change(history),
+        charts=charts(history, drawn),
+        values=_for_script(history, drawn),
+        forecast=forecast(history),
+        plan=rows(history.plan.plan, verbatim=True) if history.plan else [],
+        model=_model(history.model) if history.model else [],
+        account=rows(history.data.account) if history.data else [],
+        options=rows(history.start.options, verbatim=True) if history.start else [],
+        versions=history.start.versions if history.start else {},
+        num_drawn=len(positions),
+    )
+
+
+def _error(history: History) -> str | None:
+    """Why the last sitting ended, if it did not end well."""
+    end = history.sittings[-1].end
+    return end.error if end else None
+
+
+def _model(model: ModelReady) -> list[tuple[str, str]]:
+    described = asdict(model)
+    described["trainable_share"] = model.num_trainable / max(1, model.num_parameters)
+    targets = described.pop("modules_by_target")
+    return [*rows(described), ("adapted modules", ", ".join(f"{name} × {count:,}" for name, count in targets.items()))]
+
+
+def _change(history: History) -> str:
+    first, last = history.heldout_losses
+    return how_much(first, last) if first is not None and last is not None else ""
+
+
+def series(history: History) -> dict[str, list[float]]:
+    """What is drawn of every step, in order: a column each."""
+    steps = history.steps.values()
+    smoothed = SmoothedLoss(memory_steps=max(10, len(steps) / 50))
+    return {
+        "step": [step.step for step in steps],
+        "loss": [step.loss for step in steps],
+        "smoothed": [smoothed.take(step.loss) for step in steps],
+        "peak": [step.peak_bytes for step in steps],
+        "budget": [step.budget_bytes or math.nan for step in steps],
+        "pace": [step.num_tokens / step.seconds if step.seconds > 0 else math.nan for step in steps],
+        "rate": [step.learning_rate for step in steps],
+        "norm": [step.gradient_norm for step in steps],
+        "elapsed": list(accumulate(step.seconds for step in steps)),
+    }
+
+
+def charts(history: History, drawn: Mapping[str, list[float]]) -> list[Chart]:
+    """The page's charts; those without a number are left out."""
+    changes = [(change.step, "changed") for change in history.plan_changes]
+    strange = [(step, "strange") for step in history.strange_losses]
+    is_short = len(drawn["step"]) <= 40
+
+    def line(key: str, name: str, css: str = "train") -> list[Line]:
+        dots = Line("", css, drawn["step"], drawn[key], dots=True)
+        return [Line(name, css, drawn["step"], drawn[key]), *([dots] if is_short else [])]
+
+    losses = line("loss", "training")
+    if not is_short:
+        losses = [*line("loss", "training", "train faint"), *line("smoothed", "training, smoothed")]
+    heldout = list(history.evaluations.values())
+    steps, held = [event.step for event in heldout], [event.loss for event in heldout]
+    losses += [Line("", "heldout", steps, held), Line("held out", "heldout", steps, held, dots=True)]
+    memory = [*line("peak", "peak"), Line("budget", "budget", drawn["step"], drawn["budget"])]
+    laid_out = [
+        draw("loss", "Loss", "nats a token", losses, from_zero=False, marks=strange),
+        draw("peak", "Memory", "peak of each step", memory, in_bytes=True, marks=changes),
+        draw("pace", "Pace", "tokens a second", line("pace", "tokens a second"), marks=changes),
+        draw("rate", "Learning rate", "", line("rate", "learning rate")),
+        draw("norm", "Gradient norm", "before clipping", line("norm", "gradient norm"), marks=strange),
+    ]
+    return [chart for chart in laid_out if chart]
+
+
+def _for_script(history: History, drawn: Mapping[str, list[float]]) -> dict[str, list[float | None]]:
+    """Exact values of the drawn steps; JSON has no word for what is not a number."""
+    columns = dict(drawn)
+    columns["heldout_step"] = [event.step for event in history.evaluations.values()]
+    columns["heldout"] = [event.loss for event in history.evaluations.values()]
+    return {key: [value if math.isfinite(value) else None for value in column] for key, column in columns.items()}
+
+
+def forecast(history: History) -> dict[str, Any] | None:
+    """The plan's forecast as parts of a bar that is as long as the budget, or as the forecast if that is longer."""
+    if history.plan is None or not history.plan.forecast_bytes:
+        return None
+    parts = sorted(history.plan.forecast_bytes.items(), key=lambda part: -part[1])
+    total = sum(num_bytes for _, num_bytes in parts)
+    budget = history.plan.budget_bytes
+    whole = max(total, budget, history.peak_bytes, 1)
+    return {
+        "parts": [(cause, num_bytes, 100 * num_bytes / whole) for cause, num_bytes in parts],
+        "total": total,
+        "budget": budget,
+        "budget_percent": 100 * budget / whole,
+        "peak_percent": 100 * history.peak_bytes / whole,
+    }
+
+
+def rows(tree: Mapping[str, Any], verbatim: bool = False, prefix: str = "") -> list[tuple[str, str]]:
+    """A tree of values as the two columns of a table; ``verbatim`` keeps option names as one writes them."""
+    return list(_rows(tree, verbatim, prefix))
+
+
+def _rows(tree: Mapping[str, Any], verbatim: bool, prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        label = prefix + (str(key) if verbatim else spell(str(key)))
+        if isinstance(value, Mapping) and value:
+            yield from _rows(value, verbatim, f"{label}." if verbatim else f"{label}: ")
+        elif verbatim:
+            yield label, ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        elif key.endswith("_bytes") and isinstance(value, int):
+            yield label, f"{format_bytes(value)} ({value:,} B)"
+        else:
+            yield label, quantity(str(key), value)

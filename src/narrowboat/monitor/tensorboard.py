@@ -1,0 +1,70 @@
+"""Scalars for TensorBoard: loss, held-out loss, learning rate, gradient norm, tokens a second, peak and budget.
+
+``tensorboard --logdir RUN_FOLDER/tensorboard`` draws them while the run goes on. The writer is tensorboard's own;
+neither torch nor TensorFlow is loaded for it, and the library itself only when the first event arrives.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from narrowboat.events import Evaluated, Event, RunStarted, StepDone
+
+if TYPE_CHECKING:
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+FLUSH_SECONDS = 10
+
+
+class TensorBoard:
+    """Writes one event file a sitting. A resumed run takes back the steps that it is about to repeat."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: EventFileWriter | None = None
+
+    def record(self, event: Event) -> None:
+        """Write the event's scalars, if it has any."""
+        match event:
+            case RunStarted():
+                self._forget_after(event.resumed_from_step)
+            case StepDone():
+                scalars = {
+                    "loss/train": event.loss,
+                    "learning_rate": event.learning_rate,
+                    "gradient_norm": event.gradient_norm,
+                    "tokens_per_second": event.num_tokens / event.seconds if event.seconds > 0 else 0.0,
+                    "memory/peak_bytes": event.peak_bytes,
+                    "memory/budget_bytes": event.budget_bytes,
+                }
+                self._write(event.step, scalars)
+            case Evaluated():
+                self._write(event.step, {"loss/heldout": event.loss})
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self) -> EventFileWriter:
+        if self._writer is None:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._writer = EventFileWriter(str(self._folder), flush_secs=FLUSH_SECONDS)
+        return self._writer
+
+    def _write(self, step: int, scalars: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._open().add_event(Record(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def _forget_after(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        self._open().add_event(Record(wall_time=time.time(), step=step + 1, session_log=start))
