@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-TRAIN = (
-    "argparse base64 calendar configparser contextlib difflib dis fractions ftplib functools gzip heapq "
-    "ipaddress mailbox mimetypes optparse pickle plistlib random shutil socketserver tokenize wave weakref"
-).split()
-HELDOUT = "tarfile textwrap uuid webbrowser".split()
-PLAIN_MODULES = ["statistics"]
-PLAIN_TOPICS = ["compound"]
+TRAIN = """
+argparse base64 calendar configparser contextlib difflib dis fractions ftplib functools gzip heapq ipaddress mailbox
+mimetypes optparse pickle plistlib random shutil socketserver tokenize wave weakref
+"""
+HELDOUT = "tarfile textwrap uuid webbrowser"
+PLAIN_MODULES = "statistics"
+PLAIN_TOPICS = "compound"
 
 ANSWER_TOKENS = 200  # what template, question and answer take beside the source
 LONGER = 2.5  # plain documents, and every eighth dialogue, are this many times as long
@@ -50,13 +50,14 @@ def main() -> None:
 
 def files(num_tokens: int) -> Iterator[tuple[str, str]]:
     """``(path, content)`` of every file of the data set."""
-    lengths = [num_tokens * (LONGER if i % 8 == 5 else 1) for i in range(len(TRAIN))]
-    yield "train/modules.jsonl", jsonl(dialogue(name, int(n)) for name, n in zip(TRAIN, lengths, strict=True))
-    yield "heldout.jsonl", jsonl(dialogue(name, num_tokens) for name in HELDOUT)
-    for name in PLAIN_MODULES:
-        yield f"train/{name}.py", shorten(source_of(name), int(LONGER * num_tokens))
-    for topic in PLAIN_TOPICS:
-        yield f"train/{topic}.txt", topic_text(topic, int(LONGER * num_tokens))
+    longer = int(LONGER * num_tokens)
+    lengths = [longer if i % 8 == 5 else num_tokens for i in range(len(TRAIN.split()))]
+    yield "train/modules.jsonl", jsonl(dialogue(name, n) for name, n in zip(TRAIN.split(), lengths, strict=True))
+    yield "heldout.jsonl", jsonl(dialogue(name, num_tokens) for name in HELDOUT.split())
+    for name in PLAIN_MODULES.split():
+        yield f"train/{name}.py", shorten(source_of(name), longer)
+    for topic in PLAIN_TOPICS.split():
+        yield f"train/{topic}.txt", topic_text(topic, longer)
 
 
 def dialogue(name: str, num_tokens: int) -> dict[str, object]:
@@ -116,7 +117,7 @@ def topic_text(topic: str, num_tokens: int) -> str:
 
 
 def estimate_tokens(text: str) -> int:
-    """Within a tenth of what common tokenizers make of source and English: words, digits and marks, and a fifth more."""
+    """About what a tokenizer makes of source and English: words, digits and marks, and a fifth more."""
     return round(1.2 * len(PIECE.findall(text)))
 
 
