@@ -61,7 +61,7 @@ def adapt(model: nn.Module, options: LoraOptions, tell: Tell) -> Adapted:
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         bias=options.bias,
-        target_modules=_for_peft(options.targets, matches),
+        target_modules=_for_peft(model, matches),
         task_type="CAUSAL_LM",
     )
     try:
@@ -176,13 +176,16 @@ def _tails(names: Iterable[str], num_parts: int) -> list[str]:
     return list(dict.fromkeys(".".join(name.split(".")[-num_parts:]) for name in names))
 
 
-def _for_peft(targets: tuple[str, ...], matches: dict[str, list[str]]) -> str | list[str]:
-    """PEFT takes names, or one regular expression; a mixture becomes the list of the modules found."""
-    if targets == (ALL_LINEAR,):
-        return ALL_LINEAR
-    if any(target == ALL_LINEAR or target.startswith(REGEX) for target in targets):
-        return list(dict.fromkeys(name for found in matches.values() for name in found))
-    return list(targets)
+def _for_peft(model: nn.Module, matches: dict[str, list[str]]) -> list[str]:
+    """The modules found, by the last part of their names where that names no other module as well.
+
+    PEFT gets no ``all-linear`` and no regular expression, because it reads more into them: the experts of a mixture,
+    whose adapted weights it would write out whole in every forward.
+    """
+    found = {name for names in matches.values() for name in names}
+    ends = {name.rpartition(".")[2] for name in found}
+    same_end = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
+    return sorted(ends if same_end == found else found)
 
 
 def _refuse_half(trainable: dict[str, nn.Parameter], options: LoraOptions) -> None:

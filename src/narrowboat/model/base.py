@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -56,6 +57,7 @@ def load_base(options: ModelOptions, precision: Precision, device: torch.device,
             dtype=precision.base.dtype,
             attn_implementation=empty.config._attn_implementation,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with their names
             **place,
         )
     except SafetensorError as error:
@@ -106,34 +108,48 @@ def load_tokenizer(name: str, tell: Tell) -> Any:
 
 
 def empty_base(config: Any, dtype: torch.dtype, name: str = "") -> Any:
-    """The model that ``load_base`` would load, without weights: on ``meta``, or with fake tensors of a fake machine.
-
-    Inside ``with FakeTensorMode():`` parameters and buffers are fake CPU tensors, and a forward and backward can be
-    run on them and metered: 0.2 s for a model of 8 billion weights. Outside of it they lie on ``meta``.
+    """The model that ``load_base`` would load, with its tensors on ``meta``: 0.1 s for 8 billion weights.
 
     Raises:
         ModelError: transformers cannot build it, or its attention looks at later tokens.
         AnatomyError: its parts were not found.
     """
+    name = name or config.model_type
     attention = "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
-    place = torch.device("cpu") if _inside_fake_mode() else torch.device("meta")
     try:
-        with place:
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        raise ModelError(f"{name or config.model_type}: transformers cannot build it: {_first_line(error)}") from None
+        raise ModelError(f"{name}: transformers cannot build it: {_first_line(error)}") from None
     if both_ways := [part for part in model.modules() if getattr(part, "is_causal", True) is False]:
         raise ModelError(
-            f"{name or config.model_type}: {len(both_ways)} of its parts ({type(both_ways[0]).__name__}) look at later "
-            "tokens: it is an encoder; Narrowboat trains models that predict the next token"
+            f"{name}: {len(both_ways)} of its parts ({type(both_ways[0]).__name__}) look at later tokens: it is an "
+            "encoder; Narrowboat trains models that predict the next token"
         )
     Anatomy.of(model)
     model.config.use_cache = False
     return model
 
 
-def _inside_fake_mode() -> bool:
-    return isinstance(torch.empty(0), FakeTensor)
+def give_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Put fake CPU tensors in the place of those on ``meta``, so that a step can be run and metered under ``mode``.
+
+    Comes after ``adapt``: PEFT moves its weights about, which fake tensors do not allow. What is tied stays tied.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake_twin(tensor, mode)
+                    tensors[name] = fakes[id(tensor)]  # type: ignore[assignment]
+
+
+def _fake_twin(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
 def _source(name: str, tell: Tell) -> str:
