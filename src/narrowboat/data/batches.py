@@ -20,8 +20,8 @@ from narrowboat.data.packing import best_fit
 class StepSchedule:
     """Rows of every step batch: ``schedule[step]``, counted on across epochs; ``len(schedule)`` is one epoch.
 
-    A step batch holds at most ``batch_tokens``; one row always goes, however long. Rows are dealt anew every epoch among
-    slots of about their length (within 1/64 of ``batch_tokens``), which is why the number of steps stays the same.
+    A step batch holds at most ``batch_tokens``; one row always goes, however long. Rows are dealt anew every epoch
+    among slots of about their length (within 1/64 of ``batch_tokens``), so the number of steps stays the same.
 
     Args:
         lengths: tokens of each row.
@@ -132,8 +132,8 @@ def group_rows(lengths: Sequence[int] | NDArray[np.int64], micro_batch_tokens: i
 class MicroBatch:
     """What one forward sees. All tensors are int64 ``[rows, tokens]``.
 
-    Padding stands on the right, is labelled ``IGNORED`` by its position, whatever the pad token's id, and counts its own
-    positions from 0: it is a document of its own for attention that finds packed documents by their restarting
+    Padding stands on the right, is labelled ``IGNORED`` by its position, whatever the pad token's id, and counts its
+    own positions from 0: it is a document of its own for attention that finds packed documents by their restarting
     positions, as transformers does when it gets no ``attention_mask``. So ``attention_mask`` is given only where rows
     are padded and none is packed.
     """

@@ -103,9 +103,9 @@ class DialogueOptions(Group):
 
     policy: Literal["drop_oldest", "first_and_recent", "windows", "keyframes", "split"] = Field(
         "drop_oldest",
-        description="drop_oldest: the newest exchanges that fit; first_and_recent: the first and the last few; windows: "
-        "several overlapping dialogues, each answer learnt once; keyframes: the exchanges that matter most for the last "
-        "answer; split: several dialogues without overlap.",
+        description="drop_oldest: the newest exchanges that fit; first_and_recent: the first and the last few; "
+        "windows: several overlapping dialogues, each answer learnt once; keyframes: the exchanges that matter most "
+        "for the last answer; split: several dialogues without overlap.",
     )
     recent: int = Field(2, ge=1, description="Last exchanges that first_and_recent keeps.")
     scorer: Literal["lexical", "attention"] = Field(
