@@ -43,7 +43,9 @@ def main() -> None:
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give ``command(config, *, flags, ...)`` one flag for each option of the schema, and collect them as ``flags``."""
     keys = {key.replace(".", "_"): key for key, _ in options.fields()}
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "context")]
+    own = [
+        p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "context")
+    ]
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     flags = [_flag(name, key) for name, key in keys.items()]
 

@@ -117,7 +117,9 @@ def test_a_tokenizer_without_template_is_refused(tokenizer):
 
 
 TEXT = st.text(
-    st.one_of(st.sampled_from(list(" \n\t<|>/[]ab.")), st.characters(exclude_categories=["Cs"])), min_size=1, max_size=12
+    st.one_of(st.sampled_from(list(" \n\t<|>/[]ab.")), st.characters(exclude_categories=["Cs"])),
+    min_size=1,
+    max_size=12,
 )
 
 

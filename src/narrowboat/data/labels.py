@@ -140,9 +140,7 @@ class ChatTemplate:
             start = before.end or 0
         return start, max(start, place.end or 0)
 
-    def _openings_after(
-        self, messages: Sequence[Message], number: int, tools: Sequence[Any] | None
-    ) -> tuple[str, ...]:
+    def _openings_after(self, messages: Sequence[Message], number: int, tools: Sequence[Any] | None) -> tuple[str, ...]:
         """Texts that may stand between the message before and an assistant's turn, the longest first.
 
         The first is what stands there at generation. An earlier turn may show less of it (no opened thought), so the

@@ -43,9 +43,7 @@ class Workload:
 
 def forecast(work: Workload, plan: MemoryPlan) -> Reading:
     """The peak of the second step over one row of ``work.row_tokens``: optimizer states are there by then."""
-    row = Row(
-        np.zeros(work.row_tokens, dtype=np.int32), np.zeros(work.row_tokens, dtype=np.int32), (work.row_tokens,)
-    )
+    row = Row(np.zeros(work.row_tokens, dtype=np.int32), np.zeros(work.row_tokens, dtype=np.int32), (work.row_tokens,))
     model = adapt(empty_base(work.config, work.dtype), work.options.lora, lambda event: None).model  # on meta
     with FakeTensorMode(), ExitStack() as stack:
         _give_shapes(model)
