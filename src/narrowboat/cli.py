@@ -43,7 +43,9 @@ def main() -> None:
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give ``command(config, *, flags, ...)`` one flag for each option of the schema, and collect them as ``flags``."""
     keys = {key.replace(".", "_"): key for key, _ in options.fields()}
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "context")]
+    own = [
+        p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "context")
+    ]
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     flags = [_flag(name, key) for name, key in keys.items()]
 
@@ -62,7 +64,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def _flag(name: str, key: str) -> inspect.Parameter:
     field = dict(options.fields())[key]
     group, short = key.split(".")
-    default = "" if field.default is None else f" [default: {_shown(field.default)}]"
+    default = "" if field.default is None else f" (default {_shown(field.default)})"
     kind: Any = str | None
     names = [f"--{key}"]
     if field.annotation is bool:

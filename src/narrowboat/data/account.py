@@ -1,6 +1,6 @@
 """The account of the data: every token of the input is in exactly one of the counts.
 
-tokens in = learnt + context + masked + dropped, by reason. What is shown a second time as context is counted in and is in
+tokens in = learnt + context + masked + dropped, by reason. What is shown a second time is counted in and is in
 ``context``; so tokens in = read + repeated.
 """
 

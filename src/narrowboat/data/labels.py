@@ -1,9 +1,9 @@
 """Labels of a dialogue: which tokens are an assistant's turns, under any chat template.
 
-Most templates do not mark the assistant's turns, and many rewrite earlier ones. So the dialogue is rendered twice: as it
-is, and with one invisible character at the start and the end of each message's text. Without those characters the two
-must be the same text, and then they say where each message stands in it. A turn begins where the template's generation
-prompt ends, and ends with the token that closes a turn. Price: two renderings of the template; one tokenising.
+Most templates do not mark the assistant's turns, and many rewrite earlier ones. So the dialogue is rendered twice: as
+it is, and with one invisible character at the start and the end of each message's text. Without those characters the
+two must be the same text, and then they say where each message stands in it. A turn begins where the template's
+generation prompt ends, and ends with the token that closes a turn. Price: two renderings of the template.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -62,7 +61,7 @@ class ChatTemplate:
                 f"The tokenizer of {self.name} has no chat template, so dialogues cannot be rendered; "
                 "take a model made for chat, or give the data as plain text"
             )
-        self._openings: dict[str, str | None] = {}  # by the role before: the text from there to an assistant's turn
+        self._openings: dict[str, tuple[str, ...]] = {}  # by the role before
         self.takes_system = self._can_render([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
         self.end_ids = self._find_end_ids()
 
@@ -133,27 +132,31 @@ class ChatTemplate:
         place, before = places[number], places[number - 1] if number else _Place(None, None)
         start = place.start if place.start is not None else place.end
         if messages[number]["role"] == "assistant" and before.end is not None:
-            opening = self._opening(messages, number, tools)
-            if opening is not None:
-                behind = before.end + len(commonprefix([opening, text[before.end : before.end + len(opening)]]))
-                start = behind if place.start is None else min(behind, place.start)
+            openings = self._openings_after(messages, number, tools)
+            start = next((before.end + len(o) for o in openings if text.startswith(o, before.end)), start)
         if start is None:
             if messages[number]["role"] == "assistant":
                 raise DataError(f"the chat template of {self.name} does not show where message {number + 1} starts")
             start = before.end or 0
         return start, max(start, place.end or 0)
 
-    def _opening(self, messages: Sequence[Message], number: int, tools: Sequence[Any] | None) -> str | None:
-        """The text between the message before and an assistant's turn, as at generation; None if not to be had."""
+    def _openings_after(self, messages: Sequence[Message], number: int, tools: Sequence[Any] | None) -> tuple[str, ...]:
+        """Texts that may stand between the message before and an assistant's turn, the longest first.
+
+        The first is what stands there at generation. An earlier turn may show less of it (no opened thought), so the
+        second is what both share.
+        """
         role = str(messages[number - 1]["role"])
         if role not in self._openings:
-            mark = chr(_ENDS)
-            last = {**messages[number - 1], "content": "x" + mark}
+            end, start = chr(_ENDS), chr(_STARTS)
+            until = [*messages[: number - 1], {**messages[number - 1], "content": "x" + end}]
+            earlier = [*until, {"role": "assistant", "content": start + "x"}, {"role": "user", "content": "x"}]
             try:
-                text = self._text([*messages[: number - 1], last], tools, generate=True)
+                generated = self._text(until, tools, generate=True).rpartition(end)[2]
+                shown = self._text(earlier, tools).partition(end)[2].partition(start)[0]
             except DataError:
-                return None  # perhaps the next dialogue's start is one that the template takes
-            self._openings[role] = text[text.rfind(mark) + 1 :] if mark in text else None
+                return ()  # perhaps the template takes another dialogue's start
+            self._openings[role] = (generated, generated[: _num_shared(generated, shown)])
         return self._openings[role]
 
     def _closing(
@@ -168,7 +171,7 @@ class ChatTemplate:
     ) -> int:
         """Behind the end-of-turn token of the turn ``first:last``: the next token, or the next one that is not blank.
 
-        Calls of tools stand behind a message's own text, so there every token up to the closing one belongs to the turn.
+        Calls of tools stand behind a message's own text, so there every token up to the closing one belongs to it.
         """
         following = next((p.start or p.end for p in places[number + 1 :] if (p.start or p.end) is not None), None)
         limit = len(ids) if following is None else tokenised.span(following, following + 1)[0]
@@ -181,6 +184,11 @@ class ChatTemplate:
 
     def _is_blank(self, number: int) -> bool:
         return not self._tokenizer.decode([number], skip_special_tokens=False).strip()
+
+
+def _num_shared(a: str, b: str) -> int:
+    """How many characters two texts share at their start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _markings(messages: Sequence[Message]) -> Iterator[tuple[list[dict[str, Any]], int]]:

@@ -42,7 +42,7 @@ class Maker:
         if self.own_tokens < 1:
             raise DataError(
                 f"segments of {self.segment_tokens:,} tokens leave no room beside an overlap of "
-                f"{self.overlap.num_tokens:,} and special tokens; make segments.overlap smaller or data.max_tokens larger"
+                f"{self.overlap.num_tokens:,} and special tokens; lower segments.overlap or raise data.max_tokens"
             )
 
     @property

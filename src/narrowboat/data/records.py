@@ -50,7 +50,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Messages in the form that chat templates take; ``train: false`` keeps an assistant's message from being learnt."""
+    """Messages as chat templates take them; ``train: false`` keeps an assistant's message from being learnt."""
 
     place: str
     messages: list[dict[str, Any]]

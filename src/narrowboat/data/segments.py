@@ -16,13 +16,14 @@ from narrowboat.data.tokens import Tokenised
 from narrowboat.errors import DataError
 
 Boundaries = Callable[[str, int, int, int], Sequence[int]]
-"""``(text, begin, low, high)`` to rising character positions in ``low..high`` where a cut may fall. ``begin`` is where the
-segment starts: what stands before is of no interest."""
+"""``(text, begin, low, high)`` to rising character positions in ``low..high`` where a cut may fall.
+
+``begin`` is where the segment starts: what stands before is of no interest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens ``start:end`` of a document, shown with its neighbours' tokens ``shown_start:start`` and ``end:shown_end``."""
+    """Tokens ``start:end`` of a document, shown with those from ``shown_start`` to ``shown_end``."""
 
     start: int
     end: int
@@ -92,8 +93,11 @@ def _next_cut(
 
 
 def show(ends: Sequence[int], tokenised: Tokenised, overlap: Overlap) -> Iterator[Segment]:
-    """Segments with their context: before; or on both sides, where the first has only an after, the last only a before,
-    and the others half and half."""
+    """Segments with their context.
+
+    Context stands before; or on both sides, where the first segment has only an after, the last only a before, and the
+    others half and half.
+    """
     whole = np.flatnonzero(tokenised.is_whole)
     start = 0
     for number, end in enumerate(ends):

@@ -1,7 +1,7 @@
 """Sources: files and folders as a stream of raw records, one at a time, whatever the input's size.
 
-Lines are split on ``\\n`` only; a byte-order mark and ``\\r`` before ``\\n`` are not part of the data. What cannot be read
-is a ``Broken`` record that names file, line and reason; the rest of the file goes on.
+Lines are split on ``\\n`` only; a byte-order mark and ``\\r`` before ``\\n`` are not part of the data. What cannot be
+read is a ``Broken`` record that names file, line and reason; the rest of the file goes on.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from narrowboat.errors import DataError
 class Tokenised:
     """A text's tokens. Token ``i`` is the text from ``edges[i]`` to ``edges[i + 1]``, in characters.
 
-    ``is_whole[i]`` is false where edge ``i`` lies inside a character that several tokens share: no cut may fall there.
+    ``is_whole[i]`` is false where edge ``i`` lies inside a character that several tokens share: no cut may fall there,
+    and the edge is that character's start.
     """
 
     input_ids: Tokens  # [tokens]
@@ -35,7 +36,7 @@ class Tokenised:
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """The tokens that hold any of the characters ``start:end``, as a range."""
-        first = int(np.searchsorted(self.edges[1:], start, side="right"))
+        first = int(np.searchsorted(self.edges[1:] + ~self.is_whole[1:], start, side="right"))
         return first, int(np.searchsorted(self.edges[:-1], end, side="left"))
 
 
@@ -94,22 +95,21 @@ class Encoder:
 
 def _bytes_of_ids(backend: Any) -> NDArray[np.int64] | None:
     """Bytes that each token id stands for, if the tokenizer is a byte-level one that leaves the text as it is."""
-    description = json.loads(backend.to_str())
-    decoder = description.get("decoder") or {}
-    kinds = [part["type"] for part in decoder.get("decoders", [decoder]) if part]
-    if "ByteLevel" not in kinds or "Prepend" in kinds or _adds_a_space(description.get("pre_tokenizer")):
+    splitters = _parts(backend.pre_tokenizer, "pretokenizers")
+    if not any(part["type"] == "ByteLevel" for part in splitters) or any(p.get("add_prefix_space") for p in splitters):
         return None
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    added = {token["content"] for token in description.get("added_tokens", [])}
     num_bytes = np.zeros(max(vocabulary.values()) + 1, np.int64)
-    for token, number in vocabulary.items():
-        num_bytes[number] = len(token.encode()) if token in added else len(token)
+    num_bytes[list(vocabulary.values())] = [len(token) for token in vocabulary]
+    for number, token in backend.get_added_tokens_decoder().items():
+        num_bytes[number] = len(token.content.encode())
     return num_bytes
 
 
-def _adds_a_space(pre_tokenizer: dict[str, Any] | None) -> bool:
-    parts = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
-    return any(part.get("add_prefix_space") for part in parts)
+def _parts(component: Any, name: str) -> list[dict[str, Any]]:
+    """A tokenizer's component as plain values, taken apart if it is a sequence of several."""
+    described = json.loads(component.__getstate__()) if component is not None else {"type": None}
+    return described.get(name, [described])
 
 
 def _by_offsets(text: str, encoding: Any) -> Tokenised:
@@ -117,8 +117,9 @@ def _by_offsets(text: str, encoding: Any) -> Tokenised:
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(offsets[:, 1])
     edges = np.concatenate([[0], ends])
-    if len(ends):
-        edges[-1] = len(text)
     is_whole = np.ones(len(edges), np.bool_)
     is_whole[1:-1] = offsets[1:, 0] >= ends[:-1]
+    edges[1:-1] = np.minimum(edges[1:-1], np.where(is_whole[1:-1], ends[:-1], offsets[1:, 0]))
+    if len(ends):
+        edges[-1] = len(text)
     return Tokenised(np.array(encoding.ids, np.int32), edges, is_whole)

@@ -103,9 +103,9 @@ class DialogueOptions(Group):
 
     policy: Literal["drop_oldest", "first_and_recent", "windows", "keyframes", "split"] = Field(
         "drop_oldest",
-        description="drop_oldest: the newest exchanges that fit; first_and_recent: the first and the last few; windows: "
-        "several overlapping dialogues, each answer learnt once; keyframes: the exchanges that matter most for the last "
-        "answer; split: several dialogues without overlap.",
+        description="drop_oldest: the newest exchanges that fit; first_and_recent: the first and the last few; "
+        "windows: several overlapping dialogues, each answer learnt once; keyframes: the exchanges that matter most "
+        "for the last answer; split: several dialogues without overlap.",
     )
     recent: int = Field(2, ge=1, description="Last exchanges that first_and_recent keeps.")
     scorer: Literal["lexical", "attention"] = Field(
@@ -123,7 +123,6 @@ class PackingOptions(Group):
     row_tokens: int | None = Field(
         None, ge=8, description="Tokens a packed row may hold; as many as the longest example if not given."
     )
-    longest_first: bool = Field(False, description="Start each epoch with the step that holds the longest row.")
 
 
 class MemoryOptions(Group):
@@ -164,6 +163,9 @@ class TrainOptions(Group):
     epochs: float = Field(1.0, gt=0, description="Passes over the data when train.steps is not given.")
     batch_tokens: int = Field(
         8192, ge=1, description="Tokens an optimizer step sees; one row always goes, however long."
+    )
+    longest_first: bool = Field(
+        True, description="Start each epoch with the step that holds the longest row, so that trouble shows at once."
     )
     seed: int = Field(0, ge=0, description="Seed of order, initial weights and dropout.")
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")

@@ -71,9 +71,7 @@ def run(
     return position, last_loss
 
 
-def _step(
-    engine: Engine, course: Course, options: Options, gauge: Gauge, position: Position, tell: Tell
-) -> Position:
+def _step(engine: Engine, course: Course, options: Options, gauge: Gauge, position: Position, tell: Tell) -> Position:
     step = position.step + 1
     began = time.monotonic()
     gauge.reset_peak()
