@@ -153,7 +153,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _num_bytes(model: torch.nn.Module, states: dict[str, Any]) -> int:
-    tensors = [p for p in model.parameters() if p.requires_grad]
+    tensors: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     for state in states["optimizer"]["state"].values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from narrowboat.data.batches import StepSchedule
-from narrowboat.data.examples import Row
+from narrowboat.data.store import Rows
 from narrowboat.engine.engine import Engine, Outcome
 from narrowboat.errors import Interrupted, ModelError
 from narrowboat.events import CheckpointSaved, Evaluated, StepDone, Tell
@@ -29,8 +28,8 @@ from narrowboat.train.signals import StopRequest
 class Course:
     """What a run goes through: its rows, their order, and how many steps."""
 
-    rows: Sequence[Row]
-    heldout: Sequence[Row]
+    rows: Rows
+    heldout: Rows
     schedule: StepSchedule
     num_steps: int
 
