@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def save_checkpoint(
             shutil.rmtree(final)
         os.replace(draft, final)
         _to_disk(folder)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+    except (OSError, RuntimeError, CheckpointError) as error:  # torch.save raises RuntimeError on a full disk
         raise CheckpointError(
             f"{final}: not saved: {error}. It takes about {format_bytes(_num_bytes(model, states))}, "
             f"{format_bytes(free_disk_bytes(folder))} are free there. Earlier checkpoints are whole."
@@ -110,8 +111,10 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     try:
         states = torch.load(path / STATES, map_location="cpu", weights_only=True)
         optimizer.load_state_dict(states["optimizer"])
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise CheckpointError(f"{path / STATES}: cannot be put into this optimizer: {error}") from None
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path / STATES}: cannot be put into this optimizer: {str(error).splitlines()[0]}"
+        ) from None
     torch.set_rng_state(states["random"]["cpu"])
     if torch.cuda.is_available() and states["random"]["cuda"]:
         torch.cuda.set_rng_state_all(states["random"]["cuda"])
