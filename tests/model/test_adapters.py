@@ -158,11 +158,12 @@ def test_a_saved_adapter_is_a_plain_peft_folder(tmp_path: Path, model_of):
     torch.testing.assert_close(again(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=0)
 
 
-def test_a_resumed_adapter_is_bit_equal_and_learns_on(tmp_path: Path, model_of):
-    first = adapted(model_of("llama", torch.bfloat16)).model
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, "none"), (torch.float32, "all")])
+def test_a_resumed_adapter_is_bit_equal_and_learns_on(dtype: torch.dtype, bias: str, tmp_path: Path, model_of):
+    first = adapted(model_of("qwen2", dtype), bias=bias).model
     train_a_little(first, steps=3)
     save_adapter(first, tmp_path / "adapter")
-    second = adapted(model_of("llama", torch.bfloat16)).model
+    second = adapted(model_of("qwen2", dtype), bias=bias).model
     load_adapter_state(second, tmp_path / "adapter")
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     state = {name.replace(".default", ""): p for name, p in second.named_parameters() if p.requires_grad}
@@ -214,3 +215,9 @@ def test_a_foreign_or_damaged_adapter_is_refused(tmp_path: Path, model_of):
         load_adapter_state(model, tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=r"there is no adapter_model.safetensors in it"):
         load_adapter_state(model, tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, model_of):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="the adapter was not saved"):
+        save_adapter(adapted(model_of("llama")).model, tmp_path / "file" / "adapter")

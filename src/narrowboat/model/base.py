@@ -183,7 +183,7 @@ def _source(name: str, tell: Tell) -> str:
         return str(embedded.fetch(tell))
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return str(folder)
+        return str(folder.absolute())  # an adapter remembers it
     if folder.is_file():
         raise ModelError(f"{name} is a file; model.name takes the folder with config.json and the weights")
     if name.startswith((".", "~", "/")) or name.count("/") > 1 or folder.is_absolute():
