@@ -77,6 +77,7 @@ class DataOptions(Group):
     columns: Names = Field(
         (), description="Fields under other names, as usual=yours: text=body, or prompt=question,completion=answer."
     )
+    cache: str = Field("", description="Folder for prepared data; in the user's cache folder if not given.")
     workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 for one a core.")
 
 
