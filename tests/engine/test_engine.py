@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.memory.families import adapted
 
 from narrowboat.data.examples import IGNORED, Example, Row
 from narrowboat.engine.engine import Engine
 from narrowboat.plan import MemoryPlan
-from tests.memory.families import adapted
 
 RECOMPUTE = MemoryPlan(layers="recompute", chunk_tokens=16)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.memory.families import adapted
 
 from narrowboat.errors import CheckpointError
 from narrowboat.events import Event, Notice
 from narrowboat.train.checkpoint import RUN, STATES, Position, newest_checkpoint, restore, save_checkpoint
-from tests.memory.families import adapted
 
 
 def stepped() -> tuple[Any, torch.optim.Optimizer]:
@@ -26,7 +26,7 @@ def stepped() -> tuple[Any, torch.optim.Optimizer]:
 
 
 def at(step: int) -> Position:
-    return Position(step, 10, 100 * step, "abc", {"layers": "recompute"}, 2.5)
+    return Position(step, 10, 100 * step, "abc", {"layers": "recompute"}, "float32", 2.5)
 
 
 def tensors(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

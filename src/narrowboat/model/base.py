@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils import logging
 
 from narrowboat.errors import ModelError, OutOfMemory, did_you_mean
 from narrowboat.events import Notice, Tell
@@ -72,6 +73,12 @@ def load_base(options: ModelOptions, precision: Precision, device: torch.device,
     _refuse_missing(options.name, found, tell)
     model.config.use_cache = False
     return model, tokenizer
+
+
+def hush_transformers() -> None:
+    """Leave it to Narrowboat to say what matters: no progress bars and no advice from transformers."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def load_config(name: str, tell: Tell) -> Any:

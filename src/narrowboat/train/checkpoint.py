@@ -41,6 +41,7 @@ class Position:
         num_tokens: tokens learnt from so far.
         data_fingerprint: of the prepared rows; another one means other data.
         plan: the memory plan in force.
+        dtype: of the base weights; what ``auto`` chose once stays, for another format is another run.
         first_heldout_loss: before step 1.
     """
 
@@ -49,6 +50,7 @@ class Position:
     num_tokens: int
     data_fingerprint: str
     plan: dict[str, Any]
+    dtype: str = "auto"
     first_heldout_loss: float | None = None
 
 
