@@ -9,12 +9,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 
 from narrowboat.errors import NarrowboatError, OptionError
 from narrowboat.options import load as options
+from narrowboat.options.reference import default_text, type_name
 
 app = typer.Typer(
     name="narrowboat",
@@ -43,7 +44,9 @@ def main() -> None:
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give ``command(config, *, flags, ...)`` one flag for each option of the schema, and collect them as ``flags``."""
     keys = {key.replace(".", "_"): key for key, _ in options.fields()}
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "context")]
+    own = [
+        p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "context")
+    ]
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     flags = [_flag(name, key) for name, key in keys.items()]
 
@@ -62,35 +65,20 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def _flag(name: str, key: str) -> inspect.Parameter:
     field = dict(options.fields())[key]
     group, short = key.split(".")
-    default = "" if field.default is None else f" [default: {_shown(field.default)}]"
+    default = default_text(field.default).strip("`")
     kind: Any = str | None
     names = [f"--{key}"]
     if field.annotation is bool:
         kind, names = bool | None, [f"--{key}/--{group}.no_{short}"]
     declared = typer.Option(
         *names,
-        help=f"{field.description}{default}",
-        metavar=None if field.annotation is bool else _metavar(field.annotation),
+        help=f"{field.description} (default {default})" if default else field.description,
+        metavar=None if field.annotation is bool else type_name(field.annotation),
         rich_help_panel=group,
         show_default=False,
     )
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword_only, default=None, annotation=Annotated[kind, declared])
-
-
-def _shown(default: Any) -> str:
-    return ",".join(map(str, default)) or "none" if isinstance(default, tuple) else str(default)
-
-
-def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
-    inner = [part for part in get_args(annotation) if part is not type(None)]
-    if get_origin(annotation) is tuple:
-        return "NAME,NAME"
-    if inner:
-        return _metavar(inner[0])
-    return {int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(annotation, "BYTES")
 
 
 def _unknown(arguments: list[str]) -> dict[str, str]:
@@ -137,3 +125,7 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
     from narrowboat.monitor.report import write_report
 
     print(write_report(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -69,7 +69,7 @@ class StepSchedule:
         Where they do not come out even, up to ``world_size - 1`` ranks run one row a second time without counting it.
         """
         rows = self[step]
-        groups = [[rows[i] for i in group] for group in _group(self.lengths[rows], micro_batch_tokens)]
+        groups = [[rows[i] for i in group] for group in group_rows(self.lengths[rows], micro_batch_tokens)]
         dealt = [Portion(tuple(group)) for group in groups]
         filler = Portion((min(rows, key=lambda row: int(self.lengths[row])),), counts=False)
         dealt += [filler] * (-len(dealt) % self.world_size)
@@ -113,15 +113,11 @@ class Portion:
     counts: bool = True
 
 
-def micro_batches(rows: Sequence[Row], micro_batch_tokens: int) -> list[list[Row]]:
-    """Group ``rows`` of about the same length, longest first, so that little is padded.
+def group_rows(lengths: Sequence[int] | NDArray[np.int64], micro_batch_tokens: int) -> list[list[int]]:
+    """Places of rows that go together, of about the same length, longest first, so that little is padded.
 
     A group's padded size (rows times its longest) is at most ``micro_batch_tokens``; one row always goes.
     """
-    return [[rows[i] for i in group] for group in _group([row.num_tokens for row in rows], micro_batch_tokens)]
-
-
-def _group(lengths: Sequence[int] | NDArray[np.int64], micro_batch_tokens: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -int(lengths[i])):
         longest = int(lengths[groups[-1][0]]) if groups else 0

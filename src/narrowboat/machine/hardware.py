@@ -19,6 +19,7 @@ import torch
 from narrowboat.errors import MachineError
 
 CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,10 @@ def free_disk_bytes(path: Path) -> int:
 
 def _cgroup_limits() -> list[tuple[int, int]]:
     """``(limit, used)`` bytes of every control group that limits this process (Linux); page cache is not use."""
-    membership = Path("/proc/self/cgroup")
-    if not membership.exists():
+    if not MEMBERSHIP.exists():
         return []
     groups = []
-    for line in membership.read_text().splitlines():
+    for line in MEMBERSHIP.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
@@ -127,14 +127,12 @@ def _cgroup_limits() -> list[tuple[int, int]]:
 
 def _read_cgroup(folder: Path, limit_file: str, used_file: str, droppable: str) -> tuple[int, int] | None:
     try:
-        limit = (folder / limit_file).read_text().strip()
+        limit = int((folder / limit_file).read_text())  # "max" is no number, and no limit
         used = int((folder / used_file).read_text())
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return limit, max(0, used - int(counts.get(droppable, 0)))
     except (OSError, ValueError):
         return None
-    if limit == "max":
-        return None
-    return int(limit), max(0, used - int(counts.get(droppable, 0)))
 
 
 def _peak_resident_bytes() -> int:

@@ -49,11 +49,7 @@ class Gauge:
 
     def peak_bytes(self) -> int:
         """The most that was held since the last reset."""
-        peak = (
-            self._meter.peak.device_bytes
-            if self._meter is not None
-            else torch.cuda.max_memory_reserved(self.device)
-        )
+        peak = self._meter.peak.device_bytes if self._meter is not None else torch.cuda.max_memory_reserved(self.device)
         self._highest = max(self._highest, peak)
         return peak
 

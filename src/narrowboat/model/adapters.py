@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -61,7 +60,7 @@ def adapt(model: nn.Module, options: LoraOptions, tell: Tell) -> Adapted:
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         bias=options.bias,
-        target_modules=_for_peft(options.targets, matches),
+        target_modules=_for_peft(model, matches),
         task_type="CAUSAL_LM",
     )
     try:
@@ -88,25 +87,19 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
         CheckpointError: the disk is full or cannot be written; nothing is left behind.
     """
     num_bytes = sum(t.numel() * t.element_size() for t in get_peft_model_state_dict(model).values())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        model.save_pretrained(str(draft), save_embedding_layers=False)
-        draft.chmod(0o755)
-        if folder.exists():
-            old = draft.with_name(draft.name + "-old")
-            os.replace(folder, old)
-            os.replace(draft, folder)
-            shutil.rmtree(old)
-        else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as workshop:
+            draft, old = Path(workshop) / "draft", Path(workshop) / "old"
+            model.save_pretrained(str(draft), save_embedding_layers=False)
+            if folder.exists():
+                os.replace(folder, old)
             os.replace(draft, folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder}: the adapter was not saved: {error}. It takes {format_bytes(num_bytes)}, "
             f"{format_bytes(free_disk_bytes(folder.parent))} are free there."
         ) from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def load_adapter_state(model: PeftModel, folder: Path) -> None:
@@ -176,13 +169,16 @@ def _tails(names: Iterable[str], num_parts: int) -> list[str]:
     return list(dict.fromkeys(".".join(name.split(".")[-num_parts:]) for name in names))
 
 
-def _for_peft(targets: tuple[str, ...], matches: dict[str, list[str]]) -> str | list[str]:
-    """PEFT takes names, or one regular expression; a mixture becomes the list of the modules found."""
-    if targets == (ALL_LINEAR,):
-        return ALL_LINEAR
-    if any(target == ALL_LINEAR or target.startswith(REGEX) for target in targets):
-        return list(dict.fromkeys(name for found in matches.values() for name in found))
-    return list(targets)
+def _for_peft(model: nn.Module, matches: dict[str, list[str]]) -> list[str]:
+    """The modules found, by the last part of their names where that names no other module as well.
+
+    PEFT gets no ``all-linear`` and no regular expression, because it reads more into them: the experts of a mixture,
+    whose adapted weights it would write out whole in every forward.
+    """
+    found = {name for names in matches.values() for name in names}
+    ends = {name.rpartition(".")[2] for name in found}
+    same_end = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
+    return sorted(ends if same_end == found else found)
 
 
 def _refuse_half(trainable: dict[str, nn.Parameter], options: LoraOptions) -> None:

@@ -75,14 +75,14 @@ def draw(
     title: str,
     unit: str,
     lines: list[Line],
+    steps: tuple[float, float],
     *,
     from_zero: bool = True,
     in_bytes: bool = False,
-    marks: Sequence[tuple[int, str]] = (),
+    marks: Sequence[tuple[float, str]] = (),
 ) -> Chart | None:
-    """Lay out a chart; None when there is not a single number to draw."""
+    """Lay out a chart from one step to another; None when there is not a single number to draw."""
     numbers = [value for line in lines for value in line.values if math.isfinite(value)]
-    steps = [step for line in lines for step in line.steps]
     if not numbers:
         return None
     low, high = (0.0 if from_zero else min(numbers)), max(numbers)
@@ -90,9 +90,7 @@ def draw(
         high = low + (abs(low) or 1.0)
     room = 0.06 * (high - low)
     low, high = (low if from_zero and low == 0 else low - room), high + room
-    first, last = min(steps), max(steps)
-    if first == last:
-        first, last = first - 1, last + 1
+    first, last = steps
     x = _onto(first, last)
     y = _onto(low, high)
     return Chart(
@@ -100,7 +98,7 @@ def draw(
         title=title,
         unit=unit,
         lines=[(line, _path(line, x, y)) for line in lines],
-        x_ticks=[Tick(x(t) * 100, f"{t:,.0f}") for t in nice_ticks(first, last, 6, whole=True) if min(steps) <= t],
+        x_ticks=[Tick(x(t) * 100, f"{t:,.0f}") for t in nice_ticks(first, last, 6, whole=True)],
         y_ticks=[Tick(y(t) * 100, label) for t, label in _y_ticks(low, high, in_bytes)],
         first_step=first,
         last_step=last,
@@ -111,7 +109,7 @@ def draw(
 
 
 def thin(num_steps: int, series: Sequence[Sequence[float]]) -> list[int]:
-    """Which positions to draw: all of a short run; of a long one each bucket's first, smallest and largest."""
+    """Which positions to draw: all of a short run; of a long one each bucket's first, smallest, largest and strange."""
     if num_steps <= 2 * NUM_BUCKETS:
         return list(range(num_steps))
     kept = {num_steps - 1}
@@ -122,6 +120,8 @@ def thin(num_steps: int, series: Sequence[Sequence[float]]) -> list[int]:
             numbers = [position for position in positions if math.isfinite(values[position])]
             if numbers:
                 kept |= {min(numbers, key=values.__getitem__), max(numbers, key=values.__getitem__)}
+            if len(numbers) < len(positions):
+                kept.add(next(position for position in positions if not math.isfinite(values[position])))
     return sorted(kept)
 
 

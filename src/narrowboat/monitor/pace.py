@@ -28,7 +28,7 @@ class SmoothedLoss:
 
 
 class Pace:
-    """The course of one sitting, step by step."""
+    """The course of one sitting. Reckoned when a step ends, for the display reads it from a thread of its own."""
 
     def __init__(self) -> None:
         self.last: StepDone | None = None
@@ -36,6 +36,9 @@ class Pace:
         self.seconds = 0.0
         self.loss = math.nan
         """Smoothed; while the loss is not a number, the last one as it is."""
+        self.tokens_per_second = 0.0
+        """Of the last steps."""
+        self._mean_seconds = 0.0
         self._smoothed = SmoothedLoss()
         self._recent: deque[StepDone] = deque(maxlen=RECENT_STEPS)
         self._heard = time.monotonic()
@@ -48,12 +51,10 @@ class Pace:
         smoothed = self._smoothed.take(step.loss)
         self.loss = smoothed if math.isfinite(step.loss) else step.loss
         self._recent.append(step)
+        recent_seconds = sum(step.seconds for step in self._recent)
+        self.tokens_per_second = _rate(sum(step.num_tokens for step in self._recent), recent_seconds)
+        self._mean_seconds = recent_seconds / len(self._recent)
         self._heard = time.monotonic()
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the last steps."""
-        return _rate(sum(step.num_tokens for step in self._recent), sum(step.seconds for step in self._recent))
 
     @property
     def overall_tokens_per_second(self) -> float:
@@ -65,9 +66,8 @@ class Pace:
         """From the mean of the last steps, less the time since the last one ended."""
         if self.last is None or self.last.step >= self.last.num_steps:
             return 0.0
-        mean = sum(step.seconds for step in self._recent) / len(self._recent)
-        since = min(time.monotonic() - self._heard, mean)
-        return mean * (self.last.num_steps - self.last.step) - since
+        since = min(time.monotonic() - self._heard, self._mean_seconds)
+        return self._mean_seconds * (self.last.num_steps - self.last.step) - since
 
 
 def _rate(num_tokens: int, seconds: float) -> float:

@@ -18,6 +18,8 @@ from narrowboat.monitor.pace import Pace
 from narrowboat.monitor.wording import ending, line, memory_words, step_line
 from narrowboat.units import format_seconds
 
+LABEL_STYLES = {"notice": "yellow", "done": "bold green", "interrupted": "bold yellow", "failed": "bold red"}
+
 
 class Progress:
     """The live display of a run; it never raises, and falls silent when its terminal is gone."""
@@ -68,7 +70,7 @@ class Progress:
         told = f"{label:<10}  {words}" if label else words
         text = Text(told.encode(self._console.encoding, "replace").decode(self._console.encoding))
         if self._is_live():
-            text.stylize("yellow" if label == "notice" else "bold", 0, len(label))
+            text.stylize(LABEL_STYLES.get(label, "bold"), 0, len(label))
         self._console.print(text, soft_wrap=True, highlight=False)
 
     def _redraw(self) -> None:
@@ -98,17 +100,19 @@ class _Foot:
             yield _row(ProgressBar(total=None, width=bar_width, pulse=True), f"first step, {waited} so far")
             return
         left = f"{format_seconds(self.pace.seconds_left)} left" if last.step < last.num_steps else "finishing"
-        bar = ProgressBar(total=max(1, last.num_steps), completed=last.step, width=bar_width)
+        bar = _bar(last.step, max(1, last.num_steps), bar_width)
         yield _row(bar, f"step {last.step:,}/{last.num_steps:,}   {left}")
         rate = f"{self.pace.tokens_per_second:,.0f} tokens/s"
         words = f"loss {self.pace.loss:.4f}   {rate}   memory {memory_words(last.peak_bytes, last.budget_bytes)}"
         if last.budget_bytes and options.max_width >= len(words) + 14:
             style = "red" if last.peak_bytes > last.budget_bytes else "cyan"
-            yield _row(
-                words, ProgressBar(last.budget_bytes, last.peak_bytes, 12, complete_style=style, finished_style=style)
-            )
+            yield _row(words, _bar(last.peak_bytes, last.budget_bytes, 12, style))
         else:
             yield _row(words)
+
+
+def _bar(completed: float, total: float, width: int, style: str = "cyan") -> ProgressBar:
+    return ProgressBar(total, completed, width, complete_style=style, finished_style=style)
 
 
 def _row(*cells: RenderableType) -> Table:

@@ -6,15 +6,15 @@ library must not end a night's run, so a recorder that fails is dropped, and the
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from pydantic_core import to_json
 
 from narrowboat.events import Event, Notice, Recorder
 
@@ -104,14 +104,30 @@ class JsonLines:
 
     def record(self, event: Event) -> None:
         """Append one line: the event, and the wall-clock time in UTC."""
-        line: dict[str, Any] = event.as_dict()
-        line["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._file.write(to_json(line, inf_nan_mode="strings", fallback=str) + b"\n")
+        line = event.as_dict() | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        self._file.write(json.dumps(_plain(line), ensure_ascii=False, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    """What every JSON reader can take."""
+    match value:
+        case str():
+            return value.encode("utf-8", "replace").decode()  # a file's name may hold what UTF-8 does not
+        case Mapping():
+            return {_plain(str(key)): _plain(item) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_plain(item) for item in value]
+        case float() if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case None | bool() | int() | float():
+            return value
+        case _:
+            return _plain(str(value))
 
 
 def _lost(recorder: Recorder, error: Exception) -> Notice:

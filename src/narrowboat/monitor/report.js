@@ -15,7 +15,7 @@
   };
   const heldOutAt = (step) => {
     const at = values.heldout_step.findLastIndex((measured) => measured <= step);
-    return at < 0 || values.heldout[at] === null ? "" : ` · held out ${values.heldout[at].toFixed(4)} at ${count(values.heldout_step[at])}`;
+    return at < 0 || values.heldout[at] === null ? "" : ` · held out ${values.heldout[at].toFixed(4)}`;
   };
   const charts = [...document.querySelectorAll(".chart")].map((figure) => {
     const { key, first, last, low, high } = figure.dataset;

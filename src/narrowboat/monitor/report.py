@@ -21,7 +21,7 @@ from narrowboat.monitor.charts import Chart, Line, draw, thin
 from narrowboat.monitor.history import History, read_history
 from narrowboat.monitor.pace import SmoothedLoss
 from narrowboat.monitor.recorders import EVENTS_FILE
-from narrowboat.monitor.wording import how_much, quantity, spell
+from narrowboat.monitor.wording import how_much, is_histogram, quantity, spell
 from narrowboat.units import format_bytes, format_seconds
 
 REPORT_FILE = "report.html"
@@ -49,11 +49,14 @@ def write_report(folder: Path) -> Path:
         DataError: if there is no ``events.jsonl`` in the folder, or nothing in it can be read.
         OSError: if the page cannot be written; an older page stays whole.
     """
-    page = render(read_history(folder / EVENTS_FILE), folder.name)
+    page = render(read_history(folder / EVENTS_FILE), folder.resolve().name)
     path = folder / REPORT_FILE
     unfinished = path.with_suffix(".html.tmp")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 
@@ -128,27 +131,34 @@ def series(history: History) -> dict[str, list[float]]:
 
 def charts(history: History, drawn: Mapping[str, list[float]]) -> list[Chart]:
     """The page's charts; those without a number are left out."""
+    if not drawn["step"] and not history.evaluations:
+        return []
+    steps = [*drawn["step"], *history.evaluations]
+    span = (min(0, *steps), max(1, *steps))
     changes = [(change.step, "changed") for change in history.plan_changes]
-    strange = [(step, "strange") for step in history.strange_losses]
-    is_short = len(drawn["step"]) <= 40
+    is_short, is_long = len(drawn["step"]) <= 40, len(drawn["step"]) < len(history.steps)
 
     def line(key: str, name: str, css: str = "train") -> list[Line]:
         dots = Line("", css, drawn["step"], drawn[key], dots=True)
         return [Line(name, css, drawn["step"], drawn[key]), *([dots] if is_short else [])]
 
+    def strange(key: str) -> list[tuple[float, str]]:
+        return [(s, "strange") for s, v in zip(drawn["step"], drawn[key], strict=True) if not math.isfinite(v)]
+
     losses = line("loss", "training")
     if not is_short:
         losses = [*line("loss", "training", "train faint"), *line("smoothed", "training, smoothed")]
-    heldout = list(history.evaluations.values())
-    steps, held = [event.step for event in heldout], [event.loss for event in heldout]
-    losses += [Line("", "heldout", steps, held), Line("held out", "heldout", steps, held, dots=True)]
-    memory = [*line("peak", "peak"), Line("budget", "budget", drawn["step"], drawn["budget"])]
+    measured, heldout = list(history.evaluations), [event.loss for event in history.evaluations.values()]
+    losses += [Line("", "heldout", measured, heldout), Line("held out", "heldout", measured, heldout, dots=True)]
+    budget = Line("budget", "budget", [span[0], *drawn["step"]], [*drawn["budget"][:1], *drawn["budget"]])
+    memory = [*line("peak", "peak"), budget]
+    norm = line("norm", "gradient norm", "train faint" if is_long else "train")
     laid_out = [
-        draw("loss", "Loss", "nats a token", losses, from_zero=False, marks=strange),
-        draw("peak", "Memory", "peak of each step", memory, in_bytes=True, marks=changes),
-        draw("pace", "Pace", "tokens a second", line("pace", "tokens a second"), marks=changes),
-        draw("rate", "Learning rate", "", line("rate", "learning rate")),
-        draw("norm", "Gradient norm", "before clipping", line("norm", "gradient norm"), marks=strange),
+        draw("loss", "Loss", "nats a token", losses, span, from_zero=False, marks=strange("loss")),
+        draw("peak", "Memory", "peak of each step", memory, span, in_bytes=True, marks=changes),
+        draw("pace", "Pace", "tokens a second", line("pace", "tokens a second"), span, marks=changes),
+        draw("rate", "Learning rate", "", line("rate", "learning rate"), span),
+        draw("norm", "Gradient norm", "before clipping", norm, span, marks=strange("norm")),
     ]
     return [chart for chart in laid_out if chart]
 
@@ -186,11 +196,13 @@ def rows(tree: Mapping[str, Any], verbatim: bool = False, prefix: str = "") -> l
 def _rows(tree: Mapping[str, Any], verbatim: bool, prefix: str) -> Iterator[tuple[str, str]]:
     for key, value in tree.items():
         label = prefix + (str(key) if verbatim else spell(str(key)))
-        if isinstance(value, Mapping) and value:
+        if is_histogram(value) and not verbatim:
+            yield from ((f"{label}: up to {int(bound):,}", f"{count:,}") for bound, count in value.items())
+        elif isinstance(value, Mapping) and value:
             yield from _rows(value, verbatim, f"{label}." if verbatim else f"{label}: ")
         elif verbatim:
             yield label, ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        elif key.endswith("_bytes") and isinstance(value, int):
+        elif str(key).endswith("_bytes") and isinstance(value, int):
             yield label, f"{format_bytes(value)} ({value:,} B)"
         else:
             yield label, quantity(str(key), value)

@@ -22,6 +22,9 @@ from narrowboat.events import (
 from narrowboat.monitor.pace import Pace
 from narrowboat.units import format_bytes, format_seconds
 
+SHOWN_ITEMS = 20
+"""Of a longer list the rest is only counted."""
+
 
 def line(event: Event) -> tuple[str, str] | None:
     """An event's label and words; None for a step and an end, which have words of their own below."""
@@ -40,7 +43,8 @@ def line(event: Event) -> tuple[str, str] | None:
             )
         case PlanChosen():
             forecast = memory_words(sum(event.forecast_bytes.values()), event.budget_bytes)
-            return "plan", f"{event.description}; forecast {forecast} for {event.longest_tokens:,} tokens"
+            words = f"; forecast {forecast} for {event.longest_tokens:,} tokens" if event.forecast_bytes else ""
+            return "plan", event.description + words
         case PlanChanged():
             return "plan", f"from step {event.step:,}: {event.new}, was: {event.old} ({event.reason})"
         case Evaluated():
@@ -87,14 +91,28 @@ def memory_words(peak_bytes: int, budget_bytes: int) -> str:
 
 
 def account_line(account: Mapping[str, Any]) -> str:
-    """The account of the data in one line; what is zero or empty is passed over."""
+    """The account of the data in one line: counts that are not zero, and the share of tokens that is learnt.
+
+    Names and places are told by their number and distributions not at all; the report has them.
+    """
     parts = []
     for key, value in account.items():
-        if value is None or value == 0 or (isinstance(value, Mapping | Sequence) and not value):
+        if not value or is_histogram(value):
             continue
-        words = quantity(key, value)
-        parts.append(f"{spell(key)} ({words})" if isinstance(value, Mapping) else f"{spell(key)} {words}")
+        if isinstance(value, Mapping):
+            parts.append(f"{spell(key)} ({quantity(key, value)})")
+        elif not isinstance(value, list | tuple) or _are_numbers(value):
+            parts.append(f"{spell(key)} {quantity(key, value)}")
+        elif f"num_{key}" not in account:
+            parts.append(f"{spell(key)} {len(value):,}")
+        if key == "learnt_tokens" and account.get("tokens_in"):
+            parts[-1] += f" ({100 * value / account['tokens_in']:.3g} %)"
     return ", ".join(parts) or "nothing was read"
+
+
+def is_histogram(value: Any) -> bool:
+    """Counts by upper bound, as ``{"2048": 17}``."""
+    return isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
 
 
 def spell(key: str) -> str:
@@ -113,9 +131,23 @@ def quantity(key: str, value: Any) -> str:
         return _number(key, value)
     if isinstance(value, Mapping):
         return ", ".join(f"{spell(str(name))} {quantity(str(name), item)}" for name, item in value.items()) or "none"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(quantity(key, item) for item in value) or "none"
+    if isinstance(value, list | tuple):
+        return _listed(key, value)
     return str(value)
+
+
+def _listed(key: str, values: Sequence[Any]) -> str:
+    """Numbers by their mean, of other things the first ones. A pair is a place and what it holds."""
+    if _are_numbers(values):
+        return f"{_number(key, sum(values) / len(values))} on average of {len(values):,}"
+    more = f"; and {len(values) - SHOWN_ITEMS:,} more" if len(values) > SHOWN_ITEMS else ""
+    is_paired = all(isinstance(value, list | tuple) for value in values)
+    words = [": ".join(map(str, value)) if is_paired else quantity(key, value) for value in values[:SHOWN_ITEMS]]
+    return ("; " if is_paired else ", ").join(words) + more or "none"
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(value, int | float) for value in values)
 
 
 def _number(key: str, value: float) -> str:

@@ -10,8 +10,8 @@ from narrowboat.options.schema import OptimizerOptions
 def learning_rate(options: OptimizerOptions, step: int, num_steps: int) -> float:
     """The rate of step ``step``, counted from 1, of ``num_steps``.
 
-    It rises in equal parts over ``warmup_steps`` and is ``lr`` in the last of them, then falls to 0 after the last step.
-    A run shorter than twice its warm-up warms up in half of its steps.
+    It rises in equal parts over ``warmup_steps`` and is ``lr`` in the last of them, then falls to 0 after the last
+    step. A run shorter than twice its warm-up warms up in half of its steps.
     """
     warmup = min(options.warmup_steps, num_steps // 2)
     if step <= warmup:

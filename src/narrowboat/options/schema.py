@@ -49,7 +49,8 @@ class LoraOptions(Group):
     targets: Names = Field(
         ("all-linear",),
         min_length=1,
-        description="Modules that get an adapter, by the end of their name, or all-linear for every one but the head.",
+        description="Modules that get an adapter: the end of their name or all of it, re: and an expression for it, or "
+        "all-linear for every linear layer but the head.",
     )
     bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained as well.")
 
@@ -124,7 +125,6 @@ class PackingOptions(Group):
     row_tokens: int | None = Field(
         None, ge=8, description="Tokens a packed row may hold; as many as the longest example if not given."
     )
-    longest_first: bool = Field(False, description="Start each epoch with the step that holds the longest row.")
 
 
 class MemoryOptions(Group):
@@ -165,6 +165,9 @@ class TrainOptions(Group):
     epochs: float = Field(1.0, gt=0, description="Passes over the data when train.steps is not given.")
     batch_tokens: int = Field(
         8192, ge=1, description="Tokens an optimizer step sees; one row always goes, however long."
+    )
+    longest_first: bool = Field(
+        True, description="Start each epoch with the step that holds the longest row, so that trouble shows at once."
     )
     seed: int = Field(0, ge=0, description="Seed of order, initial weights and dropout.")
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Position:
         num_tokens: tokens learnt from so far.
         data_fingerprint: of the prepared rows; another one means other data.
         plan: the memory plan in force.
+        dtype: of the base weights; what ``auto`` chose once stays, for another format is another run.
         first_heldout_loss: before step 1.
     """
 
@@ -48,6 +50,7 @@ class Position:
     num_tokens: int
     data_fingerprint: str
     plan: dict[str, Any]
+    dtype: str = "auto"
     first_heldout_loss: float | None = None
 
 
@@ -77,7 +80,7 @@ def save_checkpoint(
             shutil.rmtree(final)
         os.replace(draft, final)
         _to_disk(folder)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+    except (OSError, RuntimeError, CheckpointError) as error:  # torch.save raises RuntimeError on a full disk
         raise CheckpointError(
             f"{final}: not saved: {error}. It takes about {format_bytes(_num_bytes(model, states))}, "
             f"{format_bytes(free_disk_bytes(folder))} are free there. Earlier checkpoints are whole."
@@ -110,8 +113,10 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     try:
         states = torch.load(path / STATES, map_location="cpu", weights_only=True)
         optimizer.load_state_dict(states["optimizer"])
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise CheckpointError(f"{path / STATES}: cannot be put into this optimizer: {error}") from None
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path / STATES}: cannot be put into this optimizer: {str(error).splitlines()[0]}"
+        ) from None
     torch.set_rng_state(states["random"]["cpu"])
     if torch.cuda.is_available() and states["random"]["cuda"]:
         torch.cuda.set_rng_state_all(states["random"]["cuda"])
@@ -153,7 +158,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _num_bytes(model: torch.nn.Module, states: dict[str, Any]) -> int:
-    tensors = [p for p in model.parameters() if p.requires_grad]
+    tensors: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     for state in states["optimizer"]["state"].values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)

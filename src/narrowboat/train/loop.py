@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from narrowboat.data.batches import StepSchedule
-from narrowboat.data.examples import Row
+from narrowboat.data.store import Rows
 from narrowboat.engine.engine import Engine, Outcome
 from narrowboat.errors import Interrupted, ModelError
 from narrowboat.events import CheckpointSaved, Evaluated, StepDone, Tell
@@ -24,13 +23,16 @@ from narrowboat.options.schema import Options
 from narrowboat.train.checkpoint import Position, save_checkpoint
 from narrowboat.train.signals import StopRequest
 
+EVALUATED_ROWS = 64
+"""Held-out rows that are read and grouped together."""
+
 
 @dataclass(frozen=True)
 class Course:
     """What a run goes through: its rows, their order, and how many steps."""
 
-    rows: Sequence[Row]
-    heldout: Sequence[Row]
+    rows: Rows
+    heldout: Rows
     schedule: StepSchedule
     num_steps: int
 
@@ -71,9 +73,7 @@ def run(
     return position, last_loss
 
 
-def _step(
-    engine: Engine, course: Course, options: Options, gauge: Gauge, position: Position, tell: Tell
-) -> Position:
+def _step(engine: Engine, course: Course, options: Options, gauge: Gauge, position: Position, tell: Tell) -> Position:
     step = position.step + 1
     began = time.monotonic()
     gauge.reset_peak()
@@ -118,7 +118,11 @@ def _evaluate(engine: Engine, course: Course, step: int, tell: Tell) -> float | 
     if not len(course.heldout):
         return None
     began = time.monotonic()
-    total, num_supervised = engine.evaluate(course.heldout)
+    total, num_supervised = 0.0, 0
+    for start in range(0, len(course.heldout), EVALUATED_ROWS):
+        numbers = range(start, min(start + EVALUATED_ROWS, len(course.heldout)))
+        loss, num = engine.evaluate([course.heldout[i] for i in numbers])
+        total, num_supervised = total + loss, num_supervised + num
     if not num_supervised:
         return None
     tell(Evaluated(step, total / num_supervised, num_supervised, time.monotonic() - began))

@@ -1,4 +1,4 @@
-"""Ctrl-C and termination: the step in progress is finished and saved, then the run stops; a second one stops at once."""
+"""Ctrl-C and termination: the step in progress is finished and saved; a second signal stops at once."""
 
 from __future__ import annotations
 
