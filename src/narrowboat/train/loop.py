@@ -57,10 +57,10 @@ def run(
     """
     train = options.train
     last_loss: float | None = None
-    if position.step == 0:
-        last_loss = _evaluate(engine, course, position.step, tell)
-        position = replace(position, first_heldout_loss=last_loss)
     with StopRequest() as stop:
+        if position.step == 0:
+            last_loss = _evaluate(engine, course, position.step, tell)
+            position = replace(position, first_heldout_loss=last_loss)
         while position.step < course.num_steps and not stop.received:
             position = _step(engine, course, options, gauge, position, tell)
             step, is_last = position.step, position.step == course.num_steps
