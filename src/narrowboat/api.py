@@ -29,6 +29,7 @@ from narrowboat.model.adapters import Adapted, adapt, save_adapter
 from narrowboat.model.base import load_base, load_config, load_tokenizer
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.optimizers.build import build_optimizer
+from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
 from narrowboat.planner.forecast import Workload
@@ -105,7 +106,7 @@ class _Job:
         position = found[1] if found else Position(0, course.num_steps, 0, _fingerprint(data), {})
         _refuse_other_data(position, course, data)
         adapted = self._load_model(precision, device)
-        optimizer = build_optimizer(options.optimizer, adapted.model.parameters())
+        optimizer = build_optimizer(options.optimizer, adapted.model.named_parameters(), self.tell)
         if found:
             restore(found[0], adapted.model, optimizer)
         with ExitStack() as stack:
@@ -119,7 +120,8 @@ class _Job:
             self._position, self._last_loss = run(
                 engine, course, options, self._gauge, position, checkpoints, self.tell
             )
-        save_adapter(adapted.model, self.folder / ADAPTER)
+        with averaged(optimizer):
+            save_adapter(adapted.model, self.folder / ADAPTER)
         return self.end("done")
 
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:

@@ -24,6 +24,7 @@ from narrowboat.errors import CheckpointError
 from narrowboat.events import CheckpointSaved, Notice, Tell
 from narrowboat.machine.hardware import free_disk_bytes
 from narrowboat.model.adapters import load_adapter_state, save_adapter
+from narrowboat.optimizers.driving import load_states
 from narrowboat.units import format_bytes
 
 ADAPTER, STATES, RUN = "adapter", "states.pt", "run.json"
@@ -109,7 +110,7 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     load_adapter_state(model, path / ADAPTER)
     try:
         states = torch.load(path / STATES, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(states["optimizer"])
+        load_states(optimizer, states["optimizer"])
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise CheckpointError(f"{path / STATES}: cannot be put into this optimizer: {error}") from None
     torch.set_rng_state(states["random"]["cpu"])
