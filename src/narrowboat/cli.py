@@ -9,12 +9,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 
 from narrowboat.errors import NarrowboatError, OptionError
 from narrowboat.options import load as options
+from narrowboat.options.reference import default_text, type_name
 
 app = typer.Typer(
     name="narrowboat",
@@ -64,35 +65,20 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def _flag(name: str, key: str) -> inspect.Parameter:
     field = dict(options.fields())[key]
     group, short = key.split(".")
-    default = "" if field.default is None else f" (default {_shown(field.default)})"
+    default = default_text(field.default).strip("`")
     kind: Any = str | None
     names = [f"--{key}"]
     if field.annotation is bool:
         kind, names = bool | None, [f"--{key}/--{group}.no_{short}"]
     declared = typer.Option(
         *names,
-        help=f"{field.description}{default}",
-        metavar=None if field.annotation is bool else _metavar(field.annotation),
+        help=f"{field.description} (default {default})" if default else field.description,
+        metavar=None if field.annotation is bool else type_name(field.annotation),
         rich_help_panel=group,
         show_default=False,
     )
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword_only, default=None, annotation=Annotated[kind, declared])
-
-
-def _shown(default: Any) -> str:
-    return ",".join(map(str, default)) or "none" if isinstance(default, tuple) else str(default)
-
-
-def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
-    inner = [part for part in get_args(annotation) if part is not type(None)]
-    if get_origin(annotation) is tuple:
-        return "NAME,NAME"
-    if inner:
-        return _metavar(inner[0])
-    return {int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(annotation, "BYTES")
 
 
 def _unknown(arguments: list[str]) -> dict[str, str]:

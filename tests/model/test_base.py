@@ -104,7 +104,6 @@ def test_a_spoilt_folder_is_refused_in_one_sentence(spoil, problem: str, folder:
 
 
 def test_missing_shards_are_named(folder: Path, model_of):
-    shutil.rmtree(folder / "shards", ignore_errors=True)
     model_of("llama").save_pretrained(folder, max_shard_size="40KB")
     (folder / "model.safetensors").unlink()
     shards = sorted(folder.glob("model-*.safetensors"))

@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_NAMED = 20  # broken records that are named; all are counted
+
 
 @dataclass
 class Account:
@@ -19,22 +21,27 @@ class Account:
     num_segments: int = 0
     num_examples: int = 0
     num_joined_turns: int = 0
+    num_folded_systems: int = 0
     read_tokens: int = 0  # by the training tokenizer, with its special tokens and the template's words
-    repeated_tokens: int = 0  # shown again: overlap, pinned turns, notes about omissions
+    repeated_tokens: int = 0  # shown again: overlap, pinned turns, notes about what was left out
     learnt_tokens: int = 0
     context_tokens: int = 0
     masked_tokens: int = 0
     dropped_tokens: Counter[str] = field(default_factory=Counter)  # by reason
     dropped_documents: Counter[str] = field(default_factory=Counter)  # by reason
-    broken: list[tuple[str, str]] = field(default_factory=list)  # place and reason of records that cannot be used
-    formats: Counter[str] = field(default_factory=Counter)
-    kept_share: list[float] = field(default_factory=list)  # of dialogues that were compressed
-    num_rows: int = 0
-    row_tokens: int = 0
+    num_broken: int = 0
+    broken: list[tuple[str, str]] = field(default_factory=list)  # the first ones' place and reason
+    formats: Counter[str] = field(default_factory=Counter)  # records by the format they were read as
+    left_out_files: Counter[str] = field(default_factory=Counter)  # by suffix
+    num_compressed: int = 0  # dialogues of which turns were left out
+    compressed_from_tokens: int = 0
+    compressed_to_tokens: int = 0
     num_train_examples: int = 0
     num_heldout_examples: int = 0
-    left_out_files: Counter[str] = field(default_factory=Counter)  # by suffix
-    histogram: dict[int, int] = field(default_factory=dict)  # examples by length, up to the key
+    num_rows: int = 0
+    row_tokens: int = 0  # of the longest
+    filled_tokens: int = 0  # of all rows
+    lengths: Counter[int] = field(default_factory=Counter)  # examples of at most so many tokens: powers of two
 
     @property
     def tokens_in(self) -> int:
@@ -46,17 +53,41 @@ class Account:
         """The other side of the equation."""
         return self.learnt_tokens + self.context_tokens + self.masked_tokens + self.dropped_tokens.total()
 
+    @property
+    def row_fill(self) -> float:
+        """Share of the rows' places that hold a token, were all rows as long as the longest."""
+        places = self.num_rows * self.row_tokens
+        return self.filled_tokens / places if places else 0.0
+
     def add(self, other: Account) -> None:
         """Add another one's counts to these."""
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
-            elif isinstance(value, dict):
-                getattr(self, name).update({k: value[k] + getattr(self, name).get(k, 0) for k in value})
             else:
                 setattr(self, name, getattr(self, name) + value)
+        del self.broken[MAX_NAMED:]
+
+    def add_broken(self, place: str, reason: str) -> None:
+        """Count a record that cannot be used."""
+        self.num_broken += 1
+        if len(self.broken) < MAX_NAMED:
+            self.broken.append((place, reason))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """JSON-ready: the counts, and both sides of the equation."""
         counts = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
-        return counts | {"tokens_in": self.tokens_in, "tokens_out": self.tokens_out, "num_broken": len(self.broken)}
+        sums = {"tokens_in": self.tokens_in, "tokens_out": self.tokens_out, "row_fill": round(self.row_fill, 4)}
+        return counts | sums
+
+    @classmethod
+    def from_dict(cls, counts: dict[str, Any]) -> Account:
+        """What ``as_dict`` was made of."""
+        account = cls()
+        for name, value in vars(account).items():
+            read = counts[name]
+            if name == "lengths":
+                read = {int(length): num for length, num in read.items()}
+            setattr(account, name, Counter(read) if isinstance(value, Counter) else read)
+        account.broken = [(place, reason) for place, reason in account.broken]
+        return account

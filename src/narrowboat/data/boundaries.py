@@ -1,39 +1,109 @@
-"""Where a text may be cut: heading, paragraph, sentence, clause, word, grapheme, coarsest first."""
+"""Where a text may be cut: heading, paragraph, sentence, clause, word, grapheme, coarsest first.
+
+In Markdown, tables and fenced code are kept whole where they fit. Code is cut at its definitions; see ``code.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import regex
 
-from narrowboat.data.segments import Boundaries
+from narrowboat.data.sentences import sentence_ends
 
-_PARAGRAPH = regex.compile(r"\n[ \t]*\n\s*")
+Boundaries = Callable[[str, int, int, int], Sequence[int]]
+"""``(text, begin, low, high)`` to rising character positions in ``low..high`` where a cut may fall.
+
+``begin`` is where the segment starts: what stands before is of no interest.
+"""
+
+_BLANK_LINES = regex.compile(r"\n(?:[ \t\r]*\n)+")
 _LINE = regex.compile(r"\n")
-_WORD = regex.compile(r"\s+")
+_HEADING = regex.compile(
+    r"^(?:#{1,6}[ \t]|(?:chapter|section|article|part|book|appendix)[ \t]+[\divxlc]+\b"
+    r"|第[\d一二三四五六七八九十百零]+[章节節条條編编部]|[^\n]+\n(?:={3,}|-{3,})[ \t]*$)",
+    regex.MULTILINE | regex.IGNORECASE,
+)
+_CLAUSE = regex.compile(r"[,;:)\]][ \t]+|[，、；：—…]|\n+")
+_BLANK = regex.compile(r"\s+")
 _GRAPHEME = regex.compile(r"\X")
+_WHOLE = regex.compile(
+    r"^(?P<fence>```+|~~~+)[^\n]*\n(?:.*?\n)??(?P=fence)[`~]*[ \t]*(?:\n|\Z)|(?:^[ \t]*\|[^\n]*(?:\n|\Z)){2,}",
+    regex.MULTILINE | regex.DOTALL,
+)
+_LOOK_AHEAD = 200  # characters behind a window that tell whether something ends in it
 
 
-def _ends(pattern: regex.Pattern[str]) -> Boundaries:
-    def find(text: str, begin: int, low: int, high: int) -> list[int]:
-        return [match.end() for match in pattern.finditer(text, max(begin, low - 1), high) if match.end() >= low]
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Levels of boundaries, coarsest first; and spans, rising, that stay whole where they fit into a segment."""
 
-    return find
+    levels: Sequence[Boundaries]
+    whole: Sequence[tuple[int, int]] = field(default=())
+
+    def around(self, position: int) -> tuple[int, int] | None:
+        """The span that ``position`` lies inside of, if any."""
+        place = bisect_right(self.whole, position, key=lambda span: span[0]) - 1
+        if place < 0:
+            return None
+        start, end = self.whole[place]
+        return (start, end) if start < position < end else None
+
+
+def headings(text: str, begin: int, low: int, high: int) -> list[int]:
+    """Before lines that are headings by their look: Markdown's, or "Chapter 3"."""
+    return [match.start() for match in _HEADING.finditer(text, low, high + _LOOK_AHEAD) if match.start() <= high]
+
+
+def paragraphs(text: str, begin: int, low: int, high: int) -> list[int]:
+    """Behind blank lines."""
+    start = max(begin, low - _LOOK_AHEAD)
+    return [match.end() for match in _BLANK_LINES.finditer(text, start, high) if match.end() >= low]
+
+
+def lines(text: str, begin: int, low: int, high: int) -> list[int]:
+    """Behind line breaks."""
+    return [match.end() for match in _LINE.finditer(text, max(begin, low - 1), high)]
+
+
+def sentences(text: str, begin: int, low: int, high: int) -> list[int]:
+    """Behind sentences; looked for from the start of the paragraph that ``low`` lies in."""
+    start = max(text.rfind("\n\n", begin, low), begin)
+    ends = (start + end for end in sentence_ends(text[start : high + _LOOK_AHEAD])[:-1])
+    return [end for end in ends if low <= end <= high]
+
+
+def clauses(text: str, begin: int, low: int, high: int) -> list[int]:
+    """Behind commas and the like, and behind line breaks."""
+    return [match.end() for match in _CLAUSE.finditer(text, max(begin, low - 2), high) if match.end() >= low]
 
 
 def words(text: str, begin: int, low: int, high: int) -> list[int]:
-    """Before the blanks that part two words, since most tokenizers put a blank in front of its word."""
-    return [match.start() for match in _WORD.finditer(text, low, high) if match.start() >= low]
+    """Behind blanks."""
+    return [match.end() for match in _BLANK.finditer(text, max(begin, low - 1), high) if match.end() >= low]
 
 
 def graphemes(text: str, begin: int, low: int, high: int) -> list[int]:
     """Between what readers see as characters; an emoji made of several code points is one."""
-    return [match.end() for match in _GRAPHEME.finditer(text, begin, high + 64) if low <= match.end() <= high]
+    found = (match.end() for match in _GRAPHEME.finditer(text, begin, min(high + _LOOK_AHEAD, len(text))))
+    return [end for end in found if low <= end <= high]
 
 
-PROSE: Sequence[Boundaries] = (_ends(_PARAGRAPH), _ends(_LINE), words, graphemes)
+PROSE = (headings, paragraphs, sentences, clauses, words, graphemes)
+LINES = (paragraphs, lines, words, graphemes)
 
 
-def levels_of(kind: str) -> Sequence[Boundaries]:
-    """The kinds of boundary of a document that is prose, markdown or code."""
-    return PROSE
+def markdown(text: str) -> Cuts:
+    """Prose in which tables and fenced code stay whole where they fit."""
+    whole = [match.span() for match in _WHOLE.finditer(text)]
+    cuts = Cuts((), whole)
+
+    def outside(level: Boundaries) -> Boundaries:
+        def find(text: str, begin: int, low: int, high: int) -> list[int]:
+            return [end for end in level(text, begin, low, high) if cuts.around(end) is None]
+
+        return find
+
+    return Cuts((outside(headings), outside(paragraphs), outside(sentences), lines, *PROSE[3:]), whole)

@@ -1,67 +1,159 @@
-"""Dialogues: rendered by the model's own template, and what to leave out of one that is too long."""
+"""Dialogues that are too long: which exchanges stay, and in how many parts.
+
+An exchange is a user's turn and all that answers it: calls of tools, their results, the assistant's text. Exchanges
+stay or go whole, so no call is left without its result. The system prompt and the last exchange with an answer always
+stay; where even these are too long, that exchange's oldest steps (a call with its results) go.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from narrowboat.data.account import Account
-from narrowboat.data.examples import IGNORED, Example
-from narrowboat.data.labels import Rendered
-from narrowboat.data.records import Dialogue
+from narrowboat.data.keyframes import keep_best
 
-if TYPE_CHECKING:
-    from narrowboat.data.making import Maker
+Message = Mapping[str, Any]
+Costs = NDArray[np.int64]
 
 
-def compress(number: int, dialogue: Dialogue, maker: Maker, account: Account) -> Iterator[Example]:
-    """Examples of one dialogue: the whole of it, or its newest exchanges that fit.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one example shows of a dialogue: message numbers in order, and those of them learnt here."""
 
-    Raises:
-        DataError: when the template refuses the dialogue.
+    shown: tuple[int, ...]
+    learnt: frozenset[int]
+    gaps: Mapping[int, int] = field(default_factory=dict)  # message behind a gap -> exchanges left out there
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A dialogue's messages by what may be left out: ``pinned`` never; each of ``exchanges`` as a whole."""
+
+    pinned: tuple[int, ...]
+    exchanges: tuple[tuple[int, ...], ...]
+    learnable: frozenset[int]
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], learn: str) -> Outline:
+        """``learn`` is ``data.learn``; an assistant's message with ``train: false`` is never learnt."""
+        first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        starts = [i for i, message in enumerate(messages) if i >= first and message["role"] == "user"]
+        starts = [first, *starts[1:]]  # what stands before the first question belongs to the first exchange
+        ends = [*starts[1:], len(messages)]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        learnable = [i for i in (answers[-1:] if learn == "last" else answers) if messages[i].get("train", True)]
+        exchanges = tuple(tuple(range(start, end)) for start, end in zip(starts, ends, strict=True))
+        return cls(tuple(range(first)), exchanges, frozenset(learnable))
+
+    def whole(self) -> Part:
+        """All of it."""
+        return self.part(range(len(self.exchanges)))
+
+    def part(self, kept: Sequence[int], learnt: Sequence[int] | None = None) -> Part:
+        """The exchanges ``kept``, of which ``learnt`` (all of them if not given) are learnt."""
+        shown = [*self.pinned, *(message for i in kept for message in self.exchanges[i])]
+        targets = {message for i in (kept if learnt is None else learnt) for message in self.exchanges[i]}
+        before = [-1, *kept]
+        gaps = {self.exchanges[i][0]: i - j - 1 for j, i in zip(before, kept, strict=False) if i - j > 1}
+        return Part(tuple(shown), self.learnable & targets, gaps)
+
+    @property
+    def last(self) -> int:
+        """The last exchange that holds an answer to learn, or simply the last."""
+        found = [i for i, messages in enumerate(self.exchanges) if self.learnable & {*messages}]
+        return found[-1] if found else len(self.exchanges) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Tokens of each exchange, what stands around them in every part, and what all may come to."""
+
+    exchanges: Costs
+    pinned: int
+    limit: int
+
+    def fits(self, kept: Sequence[int]) -> bool:
+        """Whether these exchanges fit, by the tokens they had in the whole dialogue."""
+        return self.pinned + int(self.exchanges[list(kept)].sum()) <= self.limit
+
+
+def drop_oldest(outline: Outline, room: Room) -> list[Part]:
+    """The newest exchanges that fit."""
+    kept = [outline.last]
+    while kept[0] > 0 and room.fits([kept[0] - 1, *kept]):
+        kept.insert(0, kept[0] - 1)
+    return [outline.part(kept)]
+
+
+def first_and_recent(outline: Outline, room: Room, recent: int) -> list[Part]:
+    """The first exchange, which often says what all is about, and the last ``recent``, fewer if they do not fit."""
+    last = outline.last
+    for num_recent in range(min(recent, last), 0, -1):
+        kept = [0, *range(last - num_recent + 1, last + 1)]
+        if room.fits(kept):
+            return [outline.part(kept)]
+    return [outline.part([last])]
+
+
+def keyframes(outline: Outline, room: Room, scores: NDArray[np.float64]) -> list[Part]:
+    """The exchanges with the highest scores until the room is full, in their own order."""
+    last = outline.last
+    left = room.limit - room.pinned - int(room.exchanges[last])
+    return [outline.part([*keep_best(scores[:last], room.exchanges[:last], left), last])]
+
+
+def windows(outline: Outline, room: Room, context_tokens: int) -> list[Part]:
+    """Several parts; each shows some exchanges before its own, not learnt there. Every answer is learnt once.
+
+    The context is what fits into ``context_tokens``; 0 for none.
     """
-    account.num_joined_turns += dialogue.num_joined
-    rendered = maker.template.render(dialogue.messages, dialogue.tools)
-    full = len(rendered.input_ids)
-    account.read_tokens += full
-    messages = dialogue.messages
-    while len(rendered.input_ids) > maker.max_tokens:
-        shorter = _without_oldest(messages)
-        if shorter is None:
-            account.dropped_tokens["dialogues whose last exchange is above the limit"] += full
-            account.dropped_documents["last exchange above the limit"] += 1
-            return
-        messages = shorter
-        rendered = maker.template.render(messages, dialogue.tools)
-    labels = _labels(rendered, messages, maker.options.data.learn)
-    num_learnt = int((labels != IGNORED).sum())
-    num_tokens = len(labels)
-    if not num_learnt:
-        account.dropped_tokens["dialogues with nothing to learn"] += full
-        account.dropped_documents["nothing to learn"] += 1
-        return
-    account.learnt_tokens += num_learnt
-    account.masked_tokens += num_tokens - num_learnt
-    if num_tokens < full:
-        account.dropped_tokens["oldest exchanges"] += full - num_tokens
-        account.kept_share.append(num_tokens / full)
-    yield Example(rendered.input_ids, labels, number, kept=num_tokens / full, source=dialogue.place)
+    parts: list[Part] = []
+    first = 0
+    while first <= outline.last:
+        end = first + 1
+        while end <= outline.last and room.fits(range(first, end + 1)):
+            end += 1
+        shown = first
+        while shown and room.exchanges[shown - 1 : first].sum() <= context_tokens and room.fits(range(shown - 1, end)):
+            shown -= 1
+        parts.append(outline.part(range(shown, end), range(first, end)))
+        first = end
+    return parts
 
 
-def _labels(rendered: Rendered, messages: list[dict[str, Any]], learn: str) -> np.ndarray:
-    turns = {i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("train", True)}
-    if learn == "last":
-        turns &= {max(i for i, message in enumerate(messages) if message["role"] == "assistant")}
-    learnt = np.isin(rendered.turn, list(turns)) if learn != "all" else np.ones(len(rendered.input_ids), np.bool_)
-    learnt[:1] = False
-    return np.where(learnt, rendered.input_ids, IGNORED).astype(np.int32)
+def without_oldest_step(messages: Sequence[Message], part: Part) -> Part | None:
+    """``part`` with one step less, for the one who finds it too long after all; None when nothing may go.
+
+    First goes the oldest exchange, then, of the last one, the oldest call of tools with its results.
+    """
+    first = next((place for place, i in enumerate(part.shown) if messages[i]["role"] != "system"), 0)
+    starts = [place for place, i in enumerate(part.shown) if messages[i]["role"] == "user"]
+    if len(starts) > 1:
+        return _without(part, first, starts[1])
+    steps = [place for place, i in enumerate(part.shown) if messages[i]["role"] == "assistant"]
+    return _without(part, steps[0], steps[1]) if len(steps) > 1 else None
 
 
-def _without_oldest(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Without the oldest exchange; None when only one is left."""
-    starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    if len(starts) < 2:
-        return None
-    return messages[: starts[0]] + messages[starts[1] :]
+def _without(part: Part, start: int, end: int) -> Part:
+    gone = {*part.shown[start:end]}
+    shown = part.shown[:start] + part.shown[end:]
+    gaps = {message: num for message, num in part.gaps.items() if message not in gone}
+    if start < len(shown):
+        num_before = sum(num for message, num in part.gaps.items() if message in gone)
+        gaps[shown[start]] = gaps.get(shown[start], 0) + num_before + 1
+    return Part(shown, part.learnt - gone, gaps)
+
+
+def shown_messages(messages: Sequence[Message], part: Part, note: str) -> list[dict[str, Any]]:
+    """The messages of ``part``; ``note`` heads the text behind each gap, ``{}`` in it is the number left out."""
+    result: list[dict[str, Any]] = []
+    for number in part.shown:
+        message = dict(messages[number])
+        if note and number in part.gaps and message["role"] == "user":
+            message["content"] = f"{note.replace('{}', str(part.gaps[number]))}\n\n{message['content']}"
+        result.append(message)
+    return result

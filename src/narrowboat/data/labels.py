@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,11 @@ class Rendered:
     input_ids: Tokens  # [tokens]
     turn: NDArray[np.int32]  # [tokens]
     message: NDArray[np.int32]  # [tokens]
+
+    def renumber(self, numbers: Sequence[int]) -> Rendered:
+        """The same, with message ``i`` called ``numbers[i]``: a part's messages by their places in the dialogue."""
+        names = np.array([*numbers, -1], np.int32)  # -1 stays -1
+        return replace(self, turn=names[self.turn], message=names[self.message])
 
 
 @dataclass(frozen=True, slots=True)

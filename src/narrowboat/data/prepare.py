@@ -1,26 +1,39 @@
-"""Preparation: from files to rows that can be trained on, with an account of every token."""
+"""Preparation: from files to rows that can be trained on, with an account of every token.
+
+Files are read as a stream and tokenised over all cores. Prepared data is kept, and found again for the same data,
+tokenizer, template, options and version.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from narrowboat.data import cache
 from narrowboat.data.account import Account
+from narrowboat.data.keyframes import AttentionMass
 from narrowboat.data.making import Maker
 from narrowboat.data.packing import best_fit
-from narrowboat.data.records import Document, recognise, to_document
-from narrowboat.data.sources import Broken, Record, Source, find, read
-from narrowboat.data.store import Rows, Store, to_batch
+from narrowboat.data.reading import Broken, Progress, Record, blocks, read
+from narrowboat.data.records import Document, Text, to_document
+from narrowboat.data.sources import Source, find
+from narrowboat.data.store import Rows, Store, shifted
+from narrowboat.data.workers import make_all, num_workers
 from narrowboat.errors import DataError
 from narrowboat.events import Notice, Tell
 from narrowboat.options.schema import Options
 
-BATCH_DOCUMENTS = 64
+BATCH_DOCUMENTS = 256
+BATCH_CHARS = 1 << 20
+OnProgress = Callable[[int, int], None]
+"""``(bytes read, bytes of all sources)``, told after every batch."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,14 @@ class Prepared:
 
 
 def prepare(
-    options: Options, tokenizer: Any, max_positions: int, tell: Tell, cache_folder: Path | None = None
+    options: Options,
+    tokenizer: Any,
+    max_positions: int,
+    tell: Tell,
+    cache_folder: Path | None = None,
+    *,
+    on_progress: OnProgress | None = None,
+    attention: AttentionMass | None = None,
 ) -> Prepared:
     """Read ``data.train`` and ``data.heldout``, and make rows for a model of ``max_positions``.
 
@@ -43,15 +63,18 @@ def prepare(
         max_positions: the model's number of positions: no example is longer.
         tell: takes notices of what was skipped, cut or dropped.
         cache_folder: where prepared data is kept and found again; without it, it is held in memory.
+        on_progress: called after every batch.
+        attention: the base model's attention, for ``dialogues.scorer: attention``; what it scored is not kept.
 
     Raises:
         DataError: for a missing path, no usable record, or nothing to learn in any of them.
     """
     max_tokens = min(options.data.max_tokens or max_positions, max_positions)
-    maker = Maker(options, tokenizer, max_tokens)
-    store, account = _make_all(options.data.train, options, maker, tell, "data.train")
+    maker = Maker(options, tokenizer, max_tokens, attention)
+    preparation = _Preparation(options, tokenizer, maker, tell, None if attention else cache_folder, on_progress)
+    store, account = preparation.run(options.data.train, "data.train")
     if options.data.heldout:
-        heldout_store, heldout_account = _make_all(options.data.heldout, options, maker, tell, "data.heldout")
+        heldout_store, heldout_account = preparation.run(options.data.heldout, "data.heldout")
         train_numbers, heldout_numbers = np.arange(len(store)), np.arange(len(heldout_store))
         account.add(heldout_account)
     else:
@@ -60,75 +83,161 @@ def prepare(
     train = Rows(store, _pack(store, train_numbers, options))
     heldout = Rows(heldout_store, [[number] for number in heldout_numbers.tolist()])
     account.num_rows = len(train)
-    account.row_tokens = int(train.lengths.max())
+    account.row_tokens, account.filled_tokens = int(train.lengths.max()), int(train.lengths.sum())
+    tops = 2 ** np.ceil(np.log2(np.maximum(store.lengths, 1))).astype(np.int64)
+    account.lengths = Counter(dict(zip(*(part.tolist() for part in np.unique(tops, return_counts=True)), strict=True)))
     account.num_train_examples, account.num_heldout_examples = len(train_numbers), len(heldout)
     return Prepared(train, heldout, account)
 
 
-def _make_all(paths: Sequence[str], options: Options, maker: Maker, tell: Tell, key: str) -> tuple[Store, Account]:
-    if not paths:
-        raise DataError(f"{key} names no file; write for example {key}: documents.jsonl")
-    sources, left_out = find(paths)
-    account = Account(left_out_files=left_out)
-    batches = [to_batch(list(maker.make(batch, account))) for batch in _documents(sources, options, account)]
-    _tell(account, tell, key)
-    if options.data.strict and account.broken:
+@dataclass(frozen=True)
+class _Preparation:
+    """One set of files to examples and their account."""
+
+    options: Options
+    tokenizer: Any
+    maker: Maker
+    tell: Tell
+    cache_folder: Path | None
+    on_progress: OnProgress | None
+
+    @property
+    def _names(self) -> dict[str, str]:
+        """``data.columns`` as ``{their name: the usual name}``."""
+        return {yours: usual for usual, _, yours in (pair.partition("=") for pair in self.options.data.columns)}
+
+    def run(self, paths: Sequence[str], key: str) -> tuple[Store, Account]:
+        """Examples of the files under ``paths``, found or made."""
+        if not paths:
+            raise DataError(f"{key} names no file; write for example {key}: documents.jsonl")
+        sources, left_out = find(paths)
+        account = Account(left_out_files=left_out)
+        if self.cache_folder is None:
+            store = Store(list(self._make(sources, account)))
+        else:
+            store, account = self._find_or_make(sources, account, self.cache_folder, key)
+        _tell(account, self.tell, key)
+        _check(account, self.options, f"{key} ({', '.join(paths)})")
+        return store, account
+
+    def _find_or_make(
+        self, sources: Sequence[Source], account: Account, cache_folder: Path, key: str
+    ) -> tuple[Store, Account]:
+        options = self.options
+        settings: dict[str, Any] = {
+            "max_tokens": self.maker.max_tokens,
+            "data": options.data.model_dump(include={"format", "columns", "learn"}),
+            "segments": options.segments.model_dump(),
+            "dialogues": options.dialogues.model_dump(),
+        }
+        folder = cache_folder / cache.key_of(sources, self.tokenizer, settings)
+        found = cache.find(folder)
+        if found is not None:
+            self.tell(Notice(f"{key}: prepared before, read from {folder}"))
+            return found
+        if folder.exists():
+            self.tell(Notice(f"{key}: what was prepared in {folder} is damaged and is made again"))
+        store = cache.keep(folder, self._make(sources, account), account)
+        self.tell(Notice(f"{key}: prepared and kept in {folder}"))
+        return store, account
+
+    def _make(self, sources: Sequence[Source], account: Account) -> Iterator[pa.RecordBatch]:
+        progress, total = Progress(), sum(source.num_bytes for source in sources)
+        batches = self._batches(sources, account, progress)
+        num = 1 if self.options.dialogues.scorer == "attention" else num_workers(self.options, total)
+        document, base_tokens, base_segments = -1, 0, 0
+        for made in make_all(batches, self.maker, self.tokenizer, num):
+            if made.first != document:
+                document, base_tokens, base_segments = made.first, 0, 0
+            yield shifted(made.examples, base_segments, base_tokens) if base_tokens else made.examples
+            base_tokens += made.account.read_tokens  # in case a further block of the same document follows
+            base_segments += made.account.num_segments
+            account.add(made.account)
+            if self.options.data.strict and account.num_broken:
+                raise DataError("\n".join(f"{place}: {reason}" for place, reason in account.broken))
+            if self.on_progress is not None:
+                self.on_progress(progress.num_bytes, total)
+
+    def _batches(
+        self, sources: Sequence[Source], account: Account, progress: Progress
+    ) -> Iterator[list[tuple[int, Document]]]:
+        """Numbered documents in batches; a block of a very long one is a batch of its own."""
+        block_chars = max(BATCH_CHARS, 32 * self.maker.segment_tokens)
+        lead_chars = min(32 * max(self.maker.overlap_tokens, 1), block_chars // 4)  # no token is as long
+        batch: list[tuple[int, Document]] = []
+        number, num_chars = -1, 0
+        for source in sources:
+            for record in read(source, block_chars, lead_chars, progress):
+                for document in self._documents(record, account, block_chars, lead_chars):
+                    is_block = isinstance(document, Text) and (document.block > 0 or not document.is_last)
+                    number += not (isinstance(document, Text) and document.block)
+                    if batch and (is_block or len(batch) == BATCH_DOCUMENTS or num_chars > BATCH_CHARS):
+                        yield batch
+                        batch, num_chars = [], 0
+                    if is_block:
+                        yield [(number, document)]
+                        continue
+                    batch.append((number, document))
+                    num_chars += document.num_chars
+        if batch:
+            yield batch
+
+    def _documents(
+        self, record: Record | Broken, account: Account, block_chars: int, lead_chars: int
+    ) -> Iterator[Document]:
+        """What a record holds; a broken one goes into the account."""
+        if isinstance(record, Broken):
+            account.add_broken(record.place, record.reason)
+            return
+        try:
+            document, name = to_document(record, self.options.data.format, self._names)
+        except DataError as error:
+            account.add_broken(record.place, str(error))
+            return
+        account.formats[name] += record.is_last
+        if isinstance(document, Text) and document.num_chars > 2 * block_chars and not record.block:
+            for part in blocks(record.place, document.kind, [document.text], block_chars, lead_chars):
+                yield from self._documents(part, account, block_chars, lead_chars)
+        else:
+            yield document
+
+
+def _check(account: Account, options: Options, names: str) -> None:
+    """Stop where there is nothing to learn from."""
+    first = f"; the first: {account.broken[0][0]}: {account.broken[0][1]}" if account.broken else ""
+    if options.data.strict and account.num_broken:
         raise DataError("\n".join(f"{place}: {reason}" for place, reason in account.broken))
-    store = Store(batches)
-    names = ", ".join(paths)
     if not account.num_documents:
-        first = f"; the first: {account.broken[0][0]}: {account.broken[0][1]}" if account.broken else ""
-        raise DataError(f"{key} ({names}): no record can be used, {len(account.broken):,} were skipped{first}")
+        raise DataError(f"{names}: no record can be used, {account.num_broken:,} were skipped{first}")
     if not account.learnt_tokens:
         reasons = "; ".join(f"{reason}: {num:,} tokens" for reason, num in account.dropped_tokens.items())
         raise DataError(
-            f"{key} ({names}): no token would be learnt out of {account.read_tokens:,} in {account.num_documents:,} "
-            f"documents ({reasons or 'every one is masked'}); look at data.learn, data.max_tokens and the chat template"
+            f"{names}: no token would be learnt out of {account.read_tokens:,} in {account.num_documents:,} documents "
+            f"({reasons or 'every one is masked'}); look at data.learn, data.max_tokens and the chat template"
         )
-    return store, account
-
-
-def _documents(sources: Sequence[Source], options: Options, account: Account) -> Iterator[list[tuple[int, Document]]]:
-    """Numbered documents in batches; broken records go into the account."""
-    batch: list[tuple[int, Document]] = []
-    number = 0
-    for source in sources:
-        for record in read(source):
-            document = _document(record, options, account)
-            if document is not None:
-                batch.append((number, document))
-                number += 1
-            if len(batch) == BATCH_DOCUMENTS:
-                yield batch
-                batch = []
-    if batch:
-        yield batch
-
-
-def _document(record: Record | Broken, options: Options, account: Account) -> Document | None:
-    if isinstance(record, Broken):
-        account.broken.append((record.place, record.reason))
-        return None
-    try:
-        name = options.data.format if options.data.format != "auto" else recognise(record.value)
-        document = to_document(record.place, record.value, record.kind, name)
-    except DataError as error:
-        account.broken.append((record.place, str(error)))
-        return None
-    account.formats[name] += 1
-    return document
 
 
 def _tell(account: Account, tell: Tell, key: str) -> None:
-    if account.broken:
-        total = account.num_documents + len(account.broken)
+    """Say once, with its number, what was skipped, dropped or changed."""
+    if account.num_broken:
+        total = account.num_documents + account.num_broken
         shown = "; ".join(f"{place}: {reason}" for place, reason in account.broken[:5])
-        more = f"; and {len(account.broken) - 5:,} more" if len(account.broken) > 5 else ""
+        more = f"; and {account.num_broken - 5:,} more" if account.num_broken > 5 else ""
         tell(Notice(f"{key}: kept {account.num_documents:,} of {total:,} records; skipped: {shown}{more}"))
     for reason, num_tokens in account.dropped_tokens.items():
         tell(Notice(f"{key}: dropped {num_tokens:,} of {account.read_tokens:,} tokens: {reason}"))
+    if account.num_compressed:
+        cut = 1 - account.compressed_to_tokens / account.compressed_from_tokens
+        tell(
+            Notice(
+                f"{key}: {account.num_compressed:,} dialogues were too long; {cut:.0%} of their tokens were left out"
+            )
+        )
     if account.num_joined_turns:
         tell(Notice(f"{key}: {account.num_joined_turns:,} turns joined to the turn before by the same speaker"))
+    if account.num_folded_systems:
+        text = "system prompts put at the head of the first question, because the chat template takes none"
+        tell(Notice(f"{key}: {account.num_folded_systems:,} {text}"))
     if account.left_out_files:
         names = ", ".join(f"{num:,} {suffix}" for suffix, num in account.left_out_files.most_common(8))
         tell(Notice(f"{key}: {account.left_out_files.total():,} files left out, of kinds that are not read: {names}"))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from narrowboat.data.reading import Record
 from narrowboat.errors import DataError, did_you_mean
 
 ROLES = {
@@ -32,11 +33,22 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document. ``kind`` says how it may be cut: prose, markdown or a programming language."""
+    """A document. ``kind`` says how it may be cut: prose, markdown or a programming language.
+
+    A very long one comes in blocks, each with ``lead``, the end of the one before.
+    """
 
     place: str
     text: str
     kind: str = "prose"
+    block: int = 0
+    is_last: bool = True
+    lead: str = ""
+
+    @property
+    def num_chars(self) -> int:
+        """Length in characters."""
+        return len(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,11 @@ class Pair:
     prompt: str
     completion: str
 
+    @property
+    def num_chars(self) -> int:
+        """Length in characters."""
+        return len(self.prompt) + len(self.completion)
+
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
@@ -55,7 +72,12 @@ class Dialogue:
     place: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
-    num_joined: int = field(default=0)  # turns that were joined to the one before
+    num_joined: int = 0  # turns that were joined to the one before
+
+    @property
+    def num_chars(self) -> int:
+        """Length in characters."""
+        return sum(len(message["content"]) for message in self.messages)
 
 
 Document = Text | Pair | Dialogue
@@ -84,15 +106,31 @@ def recognise(value: Mapping[str, Any]) -> str:
     raise DataError(f"its fields ({found}) are none of {'; '.join('+'.join(f) for f in FORMATS.values())}{hints}")
 
 
-def to_document(place: str, value: Mapping[str, Any], kind: str, name: str | None = None) -> Document:
-    """Make a document of a raw record, in format ``name`` or in the one recognised.
+def to_document(record: Record, name: str = "auto", names: Mapping[str, str] | None = None) -> tuple[Document, str]:
+    """Make a document of a raw record, in format ``name`` or in the one recognised; also returns the format.
+
+    ``names`` are ``{field: the usual name}``.
 
     Raises:
         DataError: with the reason why it cannot be used.
     """
-    name = name or recognise(value)
+    place, value = record.place, record.value
+    if record.kind != "record":  # a file's text, even where records have another format
+        text = _string(value, "text", may_be_empty=record.block > 0)
+        return Text(place, text, record.kind, record.block, record.is_last, record.lead), record.kind
+    if names:
+        value = {names.get(key, key): item for key, item in value.items()}
+    if name == "auto":
+        name = recognise(value)
+    missing = [key for key in FORMATS[name] if key not in value]
+    if missing:
+        raise DataError(f"as {name} it lacks {' and '.join(missing)}; its fields are {', '.join(map(str, value))}")
+    return _as(name, place, value), name
+
+
+def _as(name: str, place: str, value: Mapping[str, Any]) -> Document:
     if name == "text":
-        return Text(place, _string(value, "text"), "prose" if kind == "record" else kind)
+        return Text(place, _string(value, "text"))
     if name == "messages":
         return _dialogue(place, value["messages"], value.get("tools"))
     if name == "sharegpt":
@@ -110,6 +148,15 @@ def _string(value: Mapping[str, Any], key: str, may_be_empty: bool = False) -> s
         raise DataError(f"{key} is {_kind(text)}, not text")
     if not may_be_empty and not text.strip():
         raise DataError(f"{key} is empty")
+    return _whole(key, text)
+
+
+def _whole(name: str, text: str) -> str:
+    """JSON can hold half of a character, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} holds half a character, {text[error.start]!r} at {error.start:,}") from None
     return text
 
 
@@ -192,7 +239,8 @@ def _message(number: int, turn: Any) -> dict[str, Any]:
     role = turn.get("role")
     if role not in ROLES:
         raise DataError(f"message {number} has the unknown role {role!r}{did_you_mean(str(role), ROLES)}")
-    message = {key: value for key, value in turn.items() if value is not None} | {"role": ROLES[role]}
+    message: dict[str, Any] = {key: value for key, value in turn.items() if value is not None}
+    message["role"] = ROLES[role]
     message["content"] = _content(number, turn.get("content"), bool(turn.get("tool_calls")))
     if message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
@@ -215,7 +263,7 @@ def _content(number: int, content: Any, may_be_empty: bool) -> str:
         return ""
     if not isinstance(content, str):
         raise DataError(f"message {number} has content that is {_kind(content)}, not text")
-    return content
+    return _whole(f"message {number}", content)
 
 
 def _tool_call(call: Any) -> Any:

@@ -1,24 +1,21 @@
 """Segments: a long document cut at the best natural boundaries, with nothing lost and nothing learnt twice.
 
-Each cut is sought in a window around the size that balances what is left, coarsest kind of boundary first (heading,
-paragraph, sentence, clause, word, grapheme); among equals the one nearest to that size wins. Finer kinds are looked for
-only where coarser ones are missing, so cutting costs little beside tokenising. The segments joined are the document.
+Each cut is sought in a window around the size that balances what is left, coarsest kind of boundary first; among
+boundaries of one kind the one nearest to that size wins. So no segment is a crumb. Finer kinds are looked for only
+where coarser ones are missing, so cutting costs little beside tokenising. The segments joined are the document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from narrowboat.data.boundaries import Boundaries, Cuts
 from narrowboat.data.tokens import Tokenised
 from narrowboat.errors import DataError
-
-Boundaries = Callable[[str, int, int, int], Sequence[int]]
-"""``(text, begin, low, high)`` to rising character positions in ``low..high`` where a cut may fall.
-
-``begin`` is where the segment starts: what stands before is of no interest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,61 +39,85 @@ class Overlap:
     both_sides: bool = False
 
 
-def cut(text: str, tokenised: Tokenised, levels: Sequence[Boundaries], limit: int) -> list[int]:
+def cut(text: str, tokenised: Tokenised, cuts: Cuts, limit: int) -> list[int]:
     """Token places where segments end, the last one the document's end; no segment holds more than ``limit`` tokens.
 
     Raises:
         DataError: when one character needs more than ``limit`` tokens.
     """
-    places = np.flatnonzero(tokenised.is_whole)  # tokens before which a cut is possible
-    edges = tokenised.edges[places]  # and the characters there
+    knife = _Knife(text, tokenised, cuts, limit)
     ends: list[int] = []
-    start, total = 0, len(tokenised)
-    while total - start > limit:
-        start = _next_cut(text, places, edges, levels, start, total, limit)
-        ends.append(start)
-    return [*ends, total] if total else ends
+    while len(tokenised) - (ends[-1] if ends else 0) > limit:
+        ends.append(knife.next_cut(ends[-1] if ends else 0))
+    return [*ends, len(tokenised)] if len(tokenised) else ends
 
 
-def _next_cut(
-    text: str,
-    places: np.ndarray,
-    edges: np.ndarray,
-    levels: Sequence[Boundaries],
-    start: int,
-    total: int,
-    limit: int,
-) -> int:
-    left = total - start
-    target = left / -(-left // limit)  # as many segments as are needed, all of one size
-    windows = [(target / 2, min(limit, 1.5 * target)), (1, limit)]
-    begin = int(edges[np.searchsorted(places, start)])
-    for low, high in windows:
-        first = int(np.searchsorted(places, start + low))
-        last = int(np.searchsorted(places, start + high, side="right")) - 1
-        if last < first:
-            continue
-        for level in levels:
-            found = np.asarray(level(text, begin, int(edges[first]), int(edges[last])), np.int64)
-            if not len(found):
-                continue
-            at = np.searchsorted(edges[first : last + 1], found) + first
-            at = at[(at <= last) & (edges[np.minimum(at, last)] == found)]  # boundaries inside a token are no use
-            if len(at):
-                tokens = places[at]
-                return int(tokens[np.argmin(np.abs(tokens - (start + target)))])
-    needed = int(places[np.searchsorted(places, start, side="right")]) - start
-    raise DataError(
-        f"the character at {begin:,} ({text[begin : begin + 1]!r} with what belongs to it) needs {max(needed, limit + 1)} "
-        f"tokens, a segment may hold {limit}"
-    )
+class _Knife:
+    """Finds cuts; ``places`` are the tokens before which one is possible, ``edges`` the characters there."""
+
+    def __init__(self, text: str, tokenised: Tokenised, cuts: Cuts, limit: int) -> None:
+        self.text, self.cuts, self.limit, self.total = text, cuts, limit, len(tokenised)
+        self.places: NDArray[np.int64] = np.flatnonzero(tokenised.is_whole)
+        self.edges: NDArray[np.int64] = tokenised.edges[self.places]
+
+    def next_cut(self, start: int) -> int:
+        """The token before which the segment that starts at token ``start`` ends."""
+        left = self.total - start
+        target = left / -(-left // self.limit)  # as many segments as are needed, all of one size
+        begin = int(self.edges[np.searchsorted(self.places, start)])
+        for low, high in ((target / 2, min(self.limit, 1.5 * target)), (1, self.limit)):
+            first = int(np.searchsorted(self.places, start + low))
+            last = int(np.searchsorted(self.places, start + high, side="right"))  # behind the window
+            for level in self.cuts.levels if first < last else ():
+                at = self._at_edges(level, begin, first, last)
+                if len(at):
+                    tokens = self.places[at]
+                    best = int(at[np.argmin(np.abs(tokens - (start + target)))])
+                    return int(self.places[self._outside_whole(best, start, begin)])
+        needed = int(self.places[np.searchsorted(self.places, start, side="right")]) - start
+        character = self.text[begin : int(self.edges[np.searchsorted(self.edges, begin, side="right")])][:8]
+        raise DataError(
+            f"one character, {character!r} at {begin:,}, needs {max(needed, self.limit + 1):,} tokens or more; a "
+            f"segment may hold {self.limit:,}"
+        )
+
+    def _at_edges(self, level: Boundaries, begin: int, first: int, last: int) -> NDArray[np.int64]:
+        """Numbers of the edges in ``first:last`` where ``level`` has boundaries.
+
+        A token often starts with the blank before its word. So a boundary inside a token moves back over blanks.
+        """
+        edges = self.edges[first:last]
+        found = np.asarray(level(self.text, begin, int(edges[0]), int(edges[-1])), np.int64)
+        at = np.searchsorted(edges, found)
+        inside = edges[np.minimum(at, len(edges) - 1)] != found
+        for number in np.flatnonzero(inside).tolist():
+            end = int(found[number])
+            while end > begin and self.text[end - 1].isspace():
+                end -= 1
+            found[number] = end
+        at = np.searchsorted(edges, found)
+        kept = (at < len(edges)) & (edges[np.minimum(at, len(edges) - 1)] == found)
+        return at[kept] + first
+
+    def _outside_whole(self, at: int, start: int, begin: int) -> int:
+        """Edge ``at``, moved out of a table or the like if that fits into a segment."""
+        span = self.cuts.around(int(self.edges[at]))
+        if span is None:
+            return at
+        first, last = (int(np.searchsorted(self.edges, position)) for position in span)
+        if last >= len(self.edges) or self.places[last] - self.places[first] > self.limit:
+            return at
+        if span[0] > begin:
+            return first if self.places[first] > start else at
+        return last if self.places[last] - start <= self.limit else at
 
 
-def show(ends: Sequence[int], tokenised: Tokenised, overlap: Overlap) -> Iterator[Segment]:
+def show(ends: Sequence[int], tokenised: Tokenised, overlap: Overlap, limit: int) -> Iterator[Segment]:
     """Segments with their context.
 
     Context stands before; or on both sides, where the first segment has only an after, the last only a before, and the
-    others half and half.
+    others half and half. It starts and ends between characters; where one token of it is shown, the whole character
+    that the token is of, as long as the segment's own tokens and the rest of it are within ``limit``.
     """
     whole = np.flatnonzero(tokenised.is_whole)
     start = 0
@@ -108,10 +129,13 @@ def show(ends: Sequence[int], tokenised: Tokenised, overlap: Overlap) -> Iterato
             after = 0 if is_last else overlap.num_tokens if number == 0 else overlap.num_tokens - before
         elif number:
             before = overlap.num_tokens
-        before = max(before, 1) if number else 0
-        shown_start = max(start - before, 0)
-        if before > 1:  # a context that starts inside a character would not be text
-            shown_start = min(int(whole[np.searchsorted(whole, shown_start)]), start - 1)
+        shown_start = start
+        if number:
+            shown_start = int(whole[np.searchsorted(whole, max(start - before, 0))])
+        if number and shown_start == start:
+            shown_start = int(whole[np.searchsorted(whole, start) - 1])
+            if start - shown_start > max(before, 1 + limit - (end - start)):
+                shown_start = start - 1
         shown_end = min(end + after, ends[-1])
         shown_end = max(int(whole[np.searchsorted(whole, shown_end, side="right") - 1]), end)
         yield Segment(start, end, shown_start, shown_end)

@@ -1,7 +1,6 @@
-"""Sources: files and folders as a stream of raw records, one at a time, whatever the input's size.
+"""Sources: which files are read, and as what; a folder's in a fixed order.
 
-Lines are split on ``\\n`` only; a byte-order mark and ``\\r`` before ``\\n`` are not part of the data. What cannot be
-read is a ``Broken`` record that names file, line and reason; the rest of the file goes on.
+Kinds are told by name. A folder that ``datasets`` saved is its Arrow files, of the ``train`` split if there are more.
 """
 
 from __future__ import annotations
@@ -12,14 +11,39 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from narrowboat.errors import DataError
 
-BOM = b"\xef\xbb\xbf"
-RECORD_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"}
-TEXT_SUFFIXES = {".txt": "prose", ".text": "prose", ".md": "markdown", ".markdown": "markdown", ".rst": "prose"}
-CODE_SUFFIXES = {".py": "python"}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+RECORDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+TEXTS = {
+    "prose": ".txt .text .rst .tex .log .srt",
+    "markdown": ".md .markdown .mdx",
+    "html": ".html .htm .xhtml",
+    "pdf": ".pdf",
+    "python": ".py .pyi",
+    "javascript": ".js .jsx .mjs .cjs",
+    "typescript": ".ts .tsx",
+    "c": ".c .h",
+    "cpp": ".cc .cpp .cxx .hh .hpp .hxx .cu .cuh",
+    "java": ".java",
+    "go": ".go",
+    "rust": ".rs",
+    # without a grammar here: cut at blank lines and lines
+    "code": ".rb .php .cs .sh .bash .swift .kt .scala .lua .sql .r .jl .pl .css .scss .vue .zig .hs .ml .ex .erl .clj "
+    ".yaml .yml .toml .ini .cfg .xml .proto .cmake .tf",
+}
+KINDS = RECORDS | {suffix: kind for kind, suffixes in TEXTS.items() for suffix in suffixes.split()}
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages", "target", "build", "dist"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,114 +55,58 @@ class Source:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One raw record. ``place`` is ``file`` or ``file, line 3``; a text file is one record ``{"text": ..}``."""
-
-    place: str
-    value: dict[str, Any]
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A record that cannot be used, and why."""
-
-    place: str
-    reason: str
-
-
 def find(paths: Sequence[str]) -> tuple[list[Source], Counter[str]]:
     """Files under ``paths`` in a fixed order, and how many of each unknown suffix were left out.
 
     Raises:
-        DataError: for a path that does not exist or a named file of a kind that cannot be read.
+        DataError: for a path that does not exist, or a named file of a kind that cannot be read.
     """
     sources: list[Source] = []
     left_out: Counter[str] = Counter()
     for name in paths:
         path = Path(name).expanduser()
         if path.is_file():
-            kind = kind_of(path)
-            if kind is None:
-                raise DataError(f"{path}: files ending in {path.suffix!r} cannot be read; known are {_known()}")
-            sources.append(Source(path, kind, path.stat().st_size))
+            if kind_of(path) is None:
+                raise DataError(f"{path}: its kind is not known by its name; known are {' '.join(sorted(KINDS))}")
+            sources.append(_source(path))
         elif path.is_dir():
-            for file in _walk(path):
-                kind = kind_of(file)
-                if kind is None:
+            for file in _dataset_files(path) or _walk(path):
+                if kind_of(file) is None:
                     left_out[file.suffix or file.name] += 1
                 else:
-                    sources.append(Source(file, kind, file.stat().st_size))
+                    sources.append(_source(file))
         else:
             raise DataError(f"{path}: there is no such file or folder")
     return sources, left_out
 
 
 def kind_of(path: Path) -> str | None:
-    """What a file is, by its name."""
-    suffix = path.suffix.lower()
-    return RECORD_SUFFIXES.get(suffix) or TEXT_SUFFIXES.get(suffix) or CODE_SUFFIXES.get(suffix)
+    """What a file is, by its name; ``notes.jsonl.gz`` is what ``notes.jsonl`` is."""
+    if path.suffix.lower() in COMPRESSED:
+        path = path.with_suffix("")
+    return KINDS.get(path.suffix.lower())
 
 
-def _known() -> str:
-    return " ".join(sorted([*RECORD_SUFFIXES, *TEXT_SUFFIXES, *CODE_SUFFIXES]))
+def _source(path: Path) -> Source:
+    return Source(path, str(kind_of(path)), path.stat().st_size)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
     for here, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-        for name in sorted(files):
-            if not name.startswith("."):
-                yield Path(here) / name
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS)
+        yield from (Path(here) / name for name in sorted(files) if not name.startswith("."))
 
 
-def read(source: Source) -> Iterator[Record | Broken]:
-    """Every record of a file."""
-    if source.kind == "jsonl":
-        yield from _read_lines(source)
-    elif source.kind == "json":
-        yield from _read_json(source)
-    else:
-        try:
-            text = source.path.read_bytes().removeprefix(BOM).decode("utf-8")
-        except UnicodeDecodeError as error:
-            yield Broken(str(source.path), f"not UTF-8: byte {error.start:,} is 0x{error.object[error.start]:02x}")
-            return
-        yield Record(str(source.path), {"text": text.replace("\r\n", "\n")}, source.kind)
-
-
-def _read_lines(source: Source) -> Iterator[Record | Broken]:
-    with source.path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            place = f"{source.path}, line {number}"
-            raw = line.removeprefix(BOM) if number == 1 else line
-            if not raw.strip():
-                continue
-            yield _parse(raw, place)
-
-
-def _parse(raw: bytes, place: str) -> Record | Broken:
+def _dataset_files(folder: Path) -> list[Path]:
+    """The files of a folder written by ``datasets``' ``save_to_disk``; none if it is not one."""
+    splits = folder / "dataset_dict.json"
     try:
-        value = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return Broken(place, f"not UTF-8: byte {error.start:,} of the line is 0x{error.object[error.start]:02x}")
-    except (json.JSONDecodeError, RecursionError) as error:
-        return Broken(place, f"not valid JSON: {error}")
-    return _record(value, place)
-
-
-def _record(value: Any, place: str) -> Record | Broken:
-    if not isinstance(value, dict):
-        return Broken(place, f"expected an object with named fields, found {type(value).__name__}")
-    return Record(place, value, "record")
-
-
-def _read_json(source: Source) -> Iterator[Record | Broken]:
-    try:
-        values = json.loads(source.path.read_bytes().removeprefix(BOM).decode("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        yield Broken(str(source.path), f"not valid JSON: {error}")
-        return
-    for number, value in enumerate(values if isinstance(values, list) else [values], 1):
-        yield _record(value, f"{source.path}, record {number}")
+        if splits.is_file():
+            names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+            return _dataset_files(folder / ("train" if "train" in names else names[0]))
+        state = folder / "state.json"
+        if not state.is_file() or not (folder / "dataset_info.json").is_file():
+            return []
+        return [folder / file["filename"] for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise DataError(f"{folder}: looks like a saved data set, but its description cannot be read: {error}") from None

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from narrowboat.data.examples import IGNORED, Example, Row
@@ -22,7 +23,7 @@ SCHEMA = pa.schema(
         "num_supervised": pa.int32(),
         "document": pa.int32(),
         "segment": pa.int32(),
-        "offset": pa.int32(),
+        "offset": pa.int64(),
         "kept": pa.float32(),
         "source": pa.string(),
     }
@@ -38,7 +39,7 @@ def to_batch(examples: Sequence[Example]) -> pa.RecordBatch:
             pa.array([example.num_supervised for example in examples], pa.int32()),
             pa.array([example.document for example in examples], pa.int32()),
             pa.array([example.segment for example in examples], pa.int32()),
-            pa.array([example.offset for example in examples], pa.int32()),
+            pa.array([example.offset for example in examples], pa.int64()),
             pa.array([example.kept for example in examples], pa.float32()),
             pa.array([example.source for example in examples], pa.string()),
         ],
@@ -58,6 +59,14 @@ def _runs(learnt: NDArray[np.bool_]) -> NDArray[np.int32]:
     if len(learnt) and learnt[0]:
         edges = np.concatenate([[0], edges])  # a first run of none
     return np.diff(edges).astype(np.int32)
+
+
+def shifted(batch: pa.RecordBatch, num_segments: int, num_tokens: int) -> pa.RecordBatch:
+    """Examples of a document's further block, counted on from the blocks before."""
+    for name, by in (("segment", num_segments), ("offset", num_tokens)):
+        moved = pc.add(batch.column(name), pa.scalar(by, SCHEMA.field(name).type))
+        batch = batch.set_column(batch.schema.get_field_index(name), name, moved)
+    return batch
 
 
 class Store:

@@ -127,6 +127,15 @@ class Installed:
                 f"{self.anatomy.untileable_layers[0]}; use the plan recompute."
             )
 
+    def _refuse_unseparated(self, layout: Layout) -> None:
+        """A state that runs along the tokens would carry one document into the next."""
+        most = max((len(documents) for documents in layout.rows), default=0)
+        if most > 1 and self.anatomy.untileable_layers:
+            raise AnatomyError(
+                f"A row holds {most} documents, and they would see each other through "
+                f"{self.anatomy.untileable_layers[0]}; give such a model one document a row."
+            )
+
     def _replace(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         module.__dict__["forward"] = forward
         self._replaced.append(module)
@@ -158,6 +167,7 @@ class Installed:
         tokens = input_ids if input_ids is not None else inputs_embeds
         assert tokens is not None and self._store is not None and self._tail is not None and self._routers is not None
         layout = Layout.of(*tokens.shape[:2], attention_mask, position_ids, lengths)
+        self._refuse_unseparated(layout)
         seeds = list(dropout_seeds) if dropout_seeds is not None else self._draw_seeds(tokens)
         stride = self.plan.input_stride
         self._batch = _MicroBatch(layout, seeds, StridedInputs(self._store, stride) if stride > 1 else self._store)
@@ -195,6 +205,7 @@ class Installed:
             batch.layout,
             before=partial(self._at, batch.seeds),
             collect=partial(routers.collect, module),
+            attends=self._layers[index].attention is not None,
         )
         if plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers:
             out, *further = (call.whole(x), *call.collect())

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ class LayerCall:
     Args:
         layer: the decoder layer.
         forward: its own forward, as it was before anything was installed.
-        arguments: what the backbone passed beside the hidden states.
+        arguments: what the backbone passed beside the hidden states. A layer whose tokens meet in attention gets a
+            ``Tile`` for its mask; any other one keeps the mask that it was passed.
         layout: the micro-batch's documents.
         before: told ``(start, stop)`` before each tile runs (dropout has to know).
         collect: gives the layer's further outputs of the last run, such as router logits; each
             ``[batch * tile, ...]``.
+        attends: whether the layer has attention.
     """
 
     def __init__(
@@ -53,17 +56,17 @@ class LayerCall:
         layout: Layout,
         before: Callable[[int, int], None],
         collect: Callable[[], tuple[torch.Tensor, ...]],
+        attends: bool = True,
     ) -> None:
         self.layer, self.layout = layer, layout
         self._forward, self._before, self.collect = forward, before, collect
-        self._cache_name = cache_name(layer, forward)
-        self._arguments = {k: v for k, v in arguments.items() if k not in (*CACHE_NAMES, "attention_mask", "use_cache")}
-        for name, value in self._arguments.items():
-            if isinstance(value, torch.Tensor) and name not in SLICED and layout.num_tokens in value.shape[1:2]:
-                raise AnatomyError(
-                    f"{type(layer).__name__} takes a tensor {name!r} of {layout.num_tokens} tokens, and it is not "
-                    "known how to cut it; use the plan recompute."
-                )
+        self._attends = attends
+        dropped = (*CACHE_NAMES, "use_cache", *(("attention_mask",) if attends else ()))
+        self._arguments = {name: value for name, value in arguments.items() if name not in dropped}
+
+    @cached_property
+    def _cache_name(self) -> str:
+        return cache_name(self.layer, self._forward)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Run the whole row: ``[batch, tokens, hidden]`` to the same."""
@@ -87,11 +90,20 @@ class LayerCall:
         if tile.keys_values is not None:
             arguments[self._cache_name] = tile
             arguments["use_cache"] = True
-        out = self._forward(x, attention_mask=tile, **arguments)
+        if self._attends:
+            arguments["attention_mask"] = tile
+        out = self._forward(x, **arguments)
         return out[0] if isinstance(out, tuple) else out
 
     def _cut(self, name: str, value: Any, tile: Tile) -> Any:
-        if name not in SLICED or (tile.start, tile.stop) == (0, self.layout.num_tokens):
+        if (tile.start, tile.stop) == (0, self.layout.num_tokens):
+            return value
+        if name not in SLICED:
+            if isinstance(value, torch.Tensor) and self.layout.num_tokens in value.shape[1:2]:
+                raise AnatomyError(
+                    f"{type(self.layer).__name__} takes a tensor {name!r} of {self.layout.num_tokens} tokens, and it "
+                    "is not known how to cut it; use the plan recompute."
+                )
             return value
         if isinstance(value, tuple):
             return tuple(self._cut(name, part, tile) for part in value)

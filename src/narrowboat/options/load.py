@@ -120,10 +120,11 @@ def _unknown(values: dict[str, Any], places: Mapping[str, str]) -> list[Mistake]
 
 def _unknown_key(where: str, key: str, value: object) -> Mistake:
     candidates = [name for name, _ in fields()]
-    hint = did_you_mean(key, candidates if "." in key else Options.model_fields)
-    if not hint:  # the right option in the wrong group, or without one
-        same = [name for name in candidates if name.split(".")[1] == key.split(".")[-1]]
-        hint = f". Did you mean {' or '.join(map(repr, same))}?" if same else ""
+    elsewhere = [name for name in candidates if name.split(".")[1] == key.split(".")[-1]]
+    if elsewhere:  # the right option in the wrong group, or without one
+        hint = f". Did you mean {' or '.join(map(repr, elsewhere))}?"
+    else:
+        hint = did_you_mean(key, candidates if "." in key else Options.model_fields)
     return Mistake(where, key, value, f"there is no such option{hint}")
 
 

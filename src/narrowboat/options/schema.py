@@ -49,7 +49,8 @@ class LoraOptions(Group):
     targets: Names = Field(
         ("all-linear",),
         min_length=1,
-        description="Modules that get an adapter, by the end of their name, or all-linear for every one but the head.",
+        description="Modules that get an adapter: the end of their name or all of it, re: and an expression for it, or "
+        "all-linear for every linear layer but the head.",
     )
     bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained as well.")
 
@@ -76,6 +77,7 @@ class DataOptions(Group):
     columns: Names = Field(
         (), description="Fields under other names, as usual=yours: text=body, or prompt=question,completion=answer."
     )
+    cache: str = Field("", description="Folder for prepared data; in the user's cache folder if not given.")
     workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 for one a core.")
 
 

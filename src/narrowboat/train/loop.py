@@ -23,6 +23,9 @@ from narrowboat.options.schema import Options
 from narrowboat.train.checkpoint import Position, save_checkpoint
 from narrowboat.train.signals import StopRequest
 
+EVALUATED_ROWS = 64
+"""Held-out rows that are read and grouped together."""
+
 
 @dataclass(frozen=True)
 class Course:
@@ -115,7 +118,11 @@ def _evaluate(engine: Engine, course: Course, step: int, tell: Tell) -> float | 
     if not len(course.heldout):
         return None
     began = time.monotonic()
-    total, num_supervised = engine.evaluate(course.heldout)
+    total, num_supervised = 0.0, 0
+    for start in range(0, len(course.heldout), EVALUATED_ROWS):
+        numbers = range(start, min(start + EVALUATED_ROWS, len(course.heldout)))
+        loss, num = engine.evaluate([course.heldout[i] for i in numbers])
+        total, num_supervised = total + loss, num_supervised + num
     if not num_supervised:
         return None
     tell(Evaluated(step, total / num_supervised, num_supervised, time.monotonic() - began))

@@ -1,0 +1,115 @@
+"""The cache: prepared examples in Arrow shards on disk, mapped into memory when they are used.
+
+Its key covers the data's content, the tokenizer, the chat template, the options and Narrowboat's version. A folder is
+whole when it has a manifest, which is written last; what does not agree with its manifest is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from narrowboat.data.account import Account
+from narrowboat.data.sources import Source
+from narrowboat.data.store import SCHEMA, Store
+from narrowboat.errors import DataError
+from narrowboat.units import format_bytes
+
+MANIFEST = "manifest.json"
+SHARD_BYTES = 256 << 20
+FORMAT = 1  # of the shards; a new number makes all caches anew
+
+
+def key_of(sources: Sequence[Source], tokenizer: Any, settings: Mapping[str, Any]) -> str:
+    """A name for what ``sources`` become under ``settings``; reads all of their bytes."""
+    parts = {
+        "format": FORMAT,
+        "version": version("narrowboat"),
+        "sources": [[str(source.path), source.kind, _digest(source.path)] for source in sources],
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "template": tokenizer.chat_template,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "settings": dict(settings),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def find(folder: Path) -> tuple[Store, Account] | None:
+    """What lies in ``folder``, or None if nothing does or it is damaged."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if any(_digest(folder / name) != digest for name, digest in manifest["shards"].items()):
+            return None
+        return open_shards([folder / name for name in manifest["shards"]]), Account.from_dict(manifest["account"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException):
+        return None
+
+
+def open_shards(paths: Sequence[Path]) -> Store:
+    """Map shards into memory; nothing is read before it is asked for."""
+    batches: list[pa.RecordBatch] = []
+    for path in paths:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batches += [reader.get_batch(i) for i in range(reader.num_record_batches)]
+    return Store(batches)
+
+
+def keep(folder: Path, batches: Iterable[pa.RecordBatch], account: Account) -> Store:
+    """Write ``batches`` into ``folder``, whole or not at all; ``account`` is complete when they are used up.
+
+    Raises:
+        DataError: when the disk is full or the folder cannot be written.
+    """
+    temporary: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        shards = _write(temporary, batches)
+        manifest = {"shards": {path.name: _digest(path) for path in shards}, "account": account.as_dict()}
+        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+    except OSError as error:
+        free = format_bytes(shutil.disk_usage(folder.parent).free) if folder.parent.exists() else "unknown"
+        raise DataError(
+            f"prepared data cannot be kept in {folder.parent}: {error.strerror or error}; {free} are free there. "
+            "data.cache names another folder."
+        ) from None
+    finally:
+        if temporary is not None and temporary.exists():
+            shutil.rmtree(temporary)
+    return open_shards(sorted(folder.glob("shard-*.arrow")))
+
+
+def _write(folder: Path, batches: Iterable[pa.RecordBatch]) -> list[Path]:
+    shards: list[Path] = []
+    writer: pa.RecordBatchFileWriter | None = None
+    written = 0
+    try:
+        for batch in batches:
+            if writer is None or written > SHARD_BYTES:
+                if writer is not None:
+                    writer.close()
+                shards.append(folder / f"shard-{len(shards):05}.arrow")
+                writer, written = pa.ipc.new_file(str(shards[-1]), SCHEMA), 0
+            writer.write_batch(batch)
+            written += batch.nbytes
+    finally:
+        if writer is not None:
+            writer.close()
+    return shards
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,94 @@
+"""Workers: batches of documents become batches of examples, over all cores, in order.
+
+The result is the same for any number of workers. Little data is not worth starting processes: there the tokenizer alone
+uses all cores.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from narrowboat.data.account import Account
+from narrowboat.data.making import Maker
+from narrowboat.data.records import Document
+from narrowboat.data.store import to_batch
+from narrowboat.errors import DataError
+from narrowboat.options.schema import Options
+
+WORTH_BYTES = 64 << 20  # input from which processes are started
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a batch of documents became; ``first`` is the number of its first document."""
+
+    first: int
+    examples: pa.RecordBatch
+    account: Account
+
+
+def num_workers(options: Options, num_bytes: int) -> int:
+    """Processes for an input of so many bytes; 1 is this one."""
+    if options.data.workers:
+        return options.data.workers
+    return len(os.sched_getaffinity(0)) if num_bytes >= WORTH_BYTES else 1
+
+
+def make_all(
+    batches: Iterable[Sequence[tuple[int, Document]]], maker: Maker, tokenizer: Any, num: int
+) -> Iterator[Made]:
+    """What each of ``batches`` becomes, in their order, by ``num`` processes.
+
+    Raises:
+        DataError: when the processes end without a result.
+    """
+    if num == 1:
+        yield from (_make(maker, batch) for batch in batches)
+        return
+    context = multiprocessing.get_context("spawn")
+    settings = (maker.options, tokenizer, maker.max_tokens)
+    waiting: deque[Future[Made]] = deque()
+    with ProcessPoolExecutor(num, context, _start, settings) as pool:
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(_work, batch))
+                if len(waiting) > 2 * num:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise DataError(
+                f"the {num} processes that prepare data ended without a result, perhaps for want of memory; "
+                "data.workers: 1 prepares in this process"
+            ) from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _make(maker: Maker, batch: Sequence[tuple[int, Document]]) -> Made:
+    account = Account()
+    return Made(batch[0][0], to_batch(maker.make(batch, account)), account)
+
+
+_maker: Maker | None = None  # of a worker process
+
+
+def _start(options: Options, tokenizer: Any, max_tokens: int) -> None:
+    global _maker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _maker = Maker(options, tokenizer, max_tokens)
+
+
+def _work(batch: Sequence[tuple[int, Document]]) -> Made:
+    assert _maker is not None
+    return _make(_maker, batch)
