@@ -18,6 +18,7 @@ import torch
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared, prepare
 from narrowboat.engine.engine import Engine
+from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import Interrupted, OptionError
 from narrowboat.events import DataReady, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
 from narrowboat.machine.hardware import describe_device, device_memory, pick_device
@@ -106,6 +107,7 @@ class _Job:
         position = found[1] if found else Position(0, course.num_steps, 0, _fingerprint(data), {})
         _refuse_other_data(position, course, data)
         adapted = self._load_model(precision, device)
+        scale = loss_scale(options.optimizer, precision.compute.dtype)
         optimizer = build_optimizer(options.optimizer, adapted.model.named_parameters(), self.tell)
         if found:
             restore(found[0], adapted.model, optimizer)
@@ -114,7 +116,7 @@ class _Job:
             self._gauge.watch_model(adapted.model)
             pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
             engine = stack.enter_context(
-                Engine(adapted.model, optimizer, choice.plan, pad_id, options.optimizer.clip_norm, self.tell)
+                Engine(adapted.model, optimizer, choice.plan, pad_id, options.optimizer.clip_norm, self.tell, scale)
             )
             checkpoints = self.folder / CHECKPOINTS
             self._position, self._last_loss = run(

@@ -38,6 +38,7 @@ class Outcome:
     num_supervised: int
     num_micro_batches: int
     was_skipped: bool = False
+    loss_scale: float = 1.0
 
 
 class Engine:
@@ -104,6 +105,7 @@ class Engine:
         self.model.train()
         driving.set_rate(self.optimizer, learning_rate)
         loss, num_micro_batches = self._gradients(rows, seed)
+        scale = self._scale_value
         is_done = isinstance(self.optimizer, DuringBackward)
         norm = self.optimizer.norm() if isinstance(self.optimizer, DuringBackward) else self._examine()
         is_finite = is_fake(norm) or bool(torch.isfinite(norm) & torch.isfinite(loss))
@@ -123,6 +125,7 @@ class Engine:
             num_supervised=sum(row.num_supervised for row in rows),
             num_micro_batches=num_micro_batches,
             was_skipped=not is_finite,
+            loss_scale=scale,
         )
 
     @torch.no_grad()

@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from narrowboat.errors import OptionError
+from narrowboat.options.schema import OptimizerOptions
+
 
 @dataclass
 class LossScale:
@@ -33,7 +38,18 @@ class LossScale:
         elif self.num_good >= self.growth_steps:
             self.value, self.num_good = self.value * 2, 0
 
-    @property
-    def can_fall(self) -> bool:
-        """Whether a smaller scale is left to try."""
-        return self.value > 1.0
+
+def loss_scale(options: OptimizerOptions, dtype: torch.dtype) -> LossScale | None:
+    """The scale to begin with where products are made in ``dtype``; None where none is needed or wanted.
+
+    Raises:
+        OptionError: for adalomo in float16, which has taken half of a step before the other half overflows.
+    """
+    if dtype != torch.float16:
+        return None
+    if options.name == "adalomo":
+        raise OptionError(
+            "optimizer.name: adalomo does not go with float16: a step that overflows could not be taken back. "
+            "Set model.dtype: bfloat16 or float32, or optimizer.name: adafactor."
+        )
+    return LossScale(options.loss_scale, options.loss_scale_steps) if options.loss_scale else None

@@ -174,6 +174,13 @@ class OptimizerOptions(Group):
         None, gt=0, description="Added to the denominator; the usual one if not given (adamw 1e-8)."
     )
     clip_norm: float = Field(1.0, ge=0, description="Largest norm of the whole gradient; 0 leaves it as it is.")
+    loss_scale: float = Field(
+        65536,
+        ge=0,
+        description="What float16 gradients are multiplied by at first; halved when they overflow. 0: never.",
+    )
+    loss_scale_steps: int = Field(100, ge=1, description="Good steps in a row after which the loss scale doubles.")
+    max_skipped: int = Field(10, ge=1, description="Steps in a row without a finite gradient that end the run.")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="How the learning rate falls after warm-up."
     )

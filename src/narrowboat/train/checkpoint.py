@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,10 @@ class Position:
         data_fingerprint: of the prepared rows; another one means other data.
         plan: the memory plan in force.
         first_heldout_loss: before step 1.
+        num_skipped: steps that had no finite gradient and changed nothing.
+        num_passed_over: those of them whose rows were not tried again, so that the data is further than the steps.
+        num_bad_in_a_row: those of them since the last good step.
+        scale: of the loss, and its good steps in a row.
     """
 
     step: int
@@ -50,6 +54,10 @@ class Position:
     data_fingerprint: str
     plan: dict[str, Any]
     first_heldout_loss: float | None = None
+    num_skipped: int = 0
+    num_passed_over: int = 0
+    num_bad_in_a_row: int = 0
+    scale: dict[str, float] = field(default_factory=dict)
 
 
 def save_checkpoint(
