@@ -77,7 +77,14 @@ class _MicroBatch:
 
 
 class Installed:
-    """A plan on a model; use it as a context manager."""
+    """
+    A plan on a model; use it as a context manager.
+
+    Attributes:
+        anatomy: the model's parts.
+        plan: the plan that it runs under.
+        run_layer: runs a layer instead of the plan while it is not None: ``(index, call, input) -> output``.
+    """
 
     def __init__(self, model: torch.nn.Module, plan: MemoryPlan, tell: Tell) -> None:
         self.anatomy = Anatomy.of(model)
@@ -85,6 +92,7 @@ class Installed:
         self._config, self._tell = text_config(self._causal), tell
         self._check(plan)
         self.plan = plan
+        self.run_layer: Callable[[int, LayerCall, torch.Tensor], torch.Tensor] | None = None
         self._undo = ExitStack()
         self._whereabouts = Whereabouts()
         self._given: _Given | None = None
@@ -277,6 +285,8 @@ class Installed:
             visit=partial(self._weights.visit_layer, index),
             attends=self._layers[index].attention is not None,
         )
+        if self.run_layer is not None:
+            return self.run_layer(index, call, x)
         if plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers:
             out, *further = (call.whole(x), *call.collect())
         elif plan.layers == "recompute":
