@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Position:
         num_tokens: tokens learnt from so far.
         data_fingerprint: of the prepared rows; another one means other data.
         plan: the memory plan in force.
+        dtype: of the base weights; what ``auto`` chose once stays, for another format is another run.
         first_heldout_loss: before step 1.
         num_skipped: steps that had no finite gradient and changed nothing.
         num_passed_over: those of them whose rows were not tried again, so that the data is further than the steps.
@@ -53,6 +55,7 @@ class Position:
     num_tokens: int
     data_fingerprint: str
     plan: dict[str, Any]
+    dtype: str = "auto"
     first_heldout_loss: float | None = None
     num_skipped: int = 0
     num_passed_over: int = 0
@@ -86,7 +89,7 @@ def save_checkpoint(
             shutil.rmtree(final)
         os.replace(draft, final)
         _to_disk(folder)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+    except (OSError, RuntimeError, CheckpointError) as error:  # torch.save raises RuntimeError on a full disk
         raise CheckpointError(
             f"{final}: not saved: {error}. It takes about {format_bytes(_num_bytes(model, states))}, "
             f"{format_bytes(free_disk_bytes(folder))} are free there. Earlier checkpoints are whole."
@@ -119,8 +122,10 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     try:
         states = torch.load(path / STATES, map_location="cpu", weights_only=True)
         load_states(optimizer, states["optimizer"])
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise CheckpointError(f"{path / STATES}: cannot be put into this optimizer: {error}") from None
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path / STATES}: cannot be put into this optimizer: {str(error).splitlines()[0]}"
+        ) from None
     torch.set_rng_state(states["random"]["cpu"])
     if torch.cuda.is_available() and states["random"]["cuda"]:
         torch.cuda.set_rng_state_all(states["random"]["cuda"])
