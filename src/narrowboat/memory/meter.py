@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_iter
 
 from narrowboat.plan import Place
@@ -89,6 +93,10 @@ class Meter(TorchDispatchMode):
         """Count ``tensor``'s storage, once, under ``name`` (default: the current cause) until it is freed."""
         if tensor.device.type == "meta":
             return
+        if is_traceable_wrapper_subclass(tensor):  # quantised: made of several plain tensors
+            for part in tensor.__tensor_flatten__()[0]:
+                self.watch(getattr(tensor, part), name, place)
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._seen:
@@ -122,6 +130,8 @@ class Meter(TorchDispatchMode):
         for parameter in model.parameters():
             place: Place = getattr(parameter, PLACE, "device")
             self.watch(parameter, ADAPTERS if parameter.requires_grad else BASE_WEIGHTS, place)
+            for scale in _scales(parameter):
+                self.watch(scale, BASE_WEIGHTS, place)
         for buffer in model.buffers():
             self.watch(buffer, BASE_WEIGHTS, "device")
 
@@ -182,3 +192,14 @@ class Meter(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.watch(leaf)
         return out
+
+
+def _scales(parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
+    """What bitsandbytes keeps beside a quantised weight: scales of blocks, and the scales of those."""
+    holders = [parameter, getattr(parameter, "quant_state", None)]
+    holders.append(getattr(holders[1], "state2", None))
+    for holder in holders:
+        for name in ("SCB", "absmax", "offset", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, torch.Tensor):
+                yield value
