@@ -18,6 +18,7 @@ import torch
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared, prepare
 from narrowboat.engine.engine import Engine
+from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import Interrupted, OptionError
 from narrowboat.events import DataReady, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
 from narrowboat.machine.hardware import describe_device, device_memory, pick_device
@@ -29,6 +30,7 @@ from narrowboat.model.adapters import Adapted, adapt, save_adapter
 from narrowboat.model.base import check_weights, hush_transformers, load_base, load_config, load_tokenizer
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.optimizers.build import build_optimizer
+from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
 from narrowboat.planner.forecast import Workload
@@ -111,7 +113,8 @@ class _Job:
         )
         _refuse_other_data(position, course, data)
         adapted = self._load_model(precision, device)
-        optimizer = build_optimizer(options.optimizer, adapted.model.parameters())
+        scale = loss_scale(options.optimizer, precision.compute.dtype)
+        optimizer = build_optimizer(options.optimizer, adapted.model.named_parameters(), self.tell)
         if found:
             restore(found[0], adapted.model, optimizer)
         with ExitStack() as stack:
@@ -119,13 +122,14 @@ class _Job:
             self._gauge.watch_model(adapted.model)
             pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
             engine = stack.enter_context(
-                Engine(adapted.model, optimizer, choice.plan, pad_id, options.optimizer.clip_norm, self.tell)
+                Engine(adapted.model, optimizer, choice.plan, pad_id, options.optimizer.clip_norm, self.tell, scale)
             )
             checkpoints = self.folder / CHECKPOINTS
             self._position, self._last_loss = run(
                 engine, course, options, self._gauge, position, checkpoints, self.tell
             )
-        save_adapter(adapted.model, self.folder / ADAPTER)
+        with averaged(optimizer):
+            save_adapter(adapted.model, self.folder / ADAPTER)
         return self.end("done")
 
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:

@@ -49,7 +49,7 @@ def forecast(work: Workload, plan: MemoryPlan) -> Reading:
         _give_shapes(model)
         meter = stack.enter_context(Meter())
         meter.watch_model(model)
-        optimizer = build_optimizer(work.options.optimizer, model.parameters())
+        optimizer = build_optimizer(work.options.optimizer, model.named_parameters())
         with Engine(model, optimizer, plan, pad_id=0, clip_norm=work.options.optimizer.clip_norm) as engine:
             engine.step([row], learning_rate=1e-4, seed=0)
             meter.reset_peak()
