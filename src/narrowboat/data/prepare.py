@@ -31,7 +31,7 @@ from narrowboat.events import Notice, Tell
 from narrowboat.options.schema import Options
 
 BATCH_DOCUMENTS = 256
-BATCH_CHARS = 1 << 20
+BATCH_CHARS = 1 << 19
 OnProgress = Callable[[int, int], None]
 """``(bytes read, bytes of all sources)``, told after every batch."""
 
