@@ -1,7 +1,7 @@
 """Preparing data: speed against the bare tokenizer, three splitters and TRL; how full packed rows are; memory.
 
     python -m benchmarks.data --json
-    python -m benchmarks.data --gigabytes 2        also prepares 2 GB, half of it one document, and reads the resident memory
+    python -m benchmarks.data --gigabytes 2     also prepares 2 GB, half of it one document, and reads resident memory
 
 All on one core, in CPU seconds, because wall time says more about what else the machine does. Every system gets the
 same text and the same tokenizer, the best of a few turns counts, and the turns of all systems alternate. The splitters'
