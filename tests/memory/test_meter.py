@@ -129,12 +129,12 @@ def faked(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_works_on_fake_tensors_and_reads_the_same(family: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("mixtral", torch.bfloat16)])
+def test_works_on_fake_tensors_and_reads_the_same(family: str, dtype: torch.dtype) -> None:
     peaks = []
     for fake in (False, True):
         meter, mode = Meter(), FakeTensorMode()
-        model, ids = adapted(family, lora={"lora_dropout": 0.1}), torch.zeros(2, 100, dtype=torch.long)
+        model, ids = adapted(family, lora={"lora_dropout": 0.1}, dtype=dtype), torch.zeros(2, 100, dtype=torch.long)
         if fake:
             model, ids = faked(model, mode), mode.from_tensor(ids)
         with mode if fake else nullcontext():
