@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from narrowboat import api
 from narrowboat.errors import Interrupted, OptionError
+from narrowboat.optimizers.schedule import learning_rate
 from narrowboat.options.load import dump
 from narrowboat.options.schema import Options
 
@@ -83,15 +84,12 @@ def test_a_signal_saves_and_resuming_goes_on(run_options: RunOptions, tmp_path: 
 def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(
     run_options: RunOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from narrowboat.engine.engine import Engine
-
-    options, real = run_options(), Engine.step
-
-    def interrupted(self: Engine, *args: Any, **kwargs: Any) -> Any:
+    def interrupted(*args: Any) -> float:
         os.kill(os.getpid(), signal.SIGINT)
-        return real(self, *args, **kwargs)
+        return learning_rate(*args)
 
-    monkeypatch.setattr(Engine, "step", interrupted)
+    monkeypatch.setattr("narrowboat.train.loop.learning_rate", interrupted)
+    options = run_options()
     with pytest.raises(Interrupted) as stopped:
         api.train(options, quiet=True)
     assert stopped.value.exit_code == 130

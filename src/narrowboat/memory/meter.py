@@ -38,6 +38,9 @@ KEYS_VALUES = "keys and values"
 LOSS = "loss"
 WORKING_SET = "working set"
 
+PLACE = "_narrowboat_place"
+"""A parameter that rests elsewhere than on the device says so under this name."""
+
 _current: ContextVar[tuple[str, Place]] = ContextVar("narrowboat_cause", default=(WORKING_SET, "device"))
 
 
@@ -125,9 +128,10 @@ class Meter(TorchDispatchMode):
     def watch_model(self, model: torch.nn.Module) -> None:
         """Count parameters and buffers: frozen ones as base weights, trainable ones as adapters."""
         for parameter in model.parameters():
-            self.watch(parameter.data, ADAPTERS if parameter.requires_grad else BASE_WEIGHTS, "device")
+            place: Place = getattr(parameter, PLACE, "device")
+            self.watch(parameter, ADAPTERS if parameter.requires_grad else BASE_WEIGHTS, place)
             for scale in _scales(parameter):
-                self.watch(scale, BASE_WEIGHTS, "device")
+                self.watch(scale, BASE_WEIGHTS, place)
         for buffer in model.buffers():
             self.watch(buffer, BASE_WEIGHTS, "device")
 
@@ -169,14 +173,14 @@ class Meter(TorchDispatchMode):
     def _reading(
         live: dict[tuple[str, Place], int], device_bytes: int, peaks: dict[Place, int] | None = None
     ) -> Reading:
-        by_place: dict[str, int] = defaultdict(int)
+        by_place: dict[Place, int] = defaultdict(int)
         by_cause: dict[str, int] = {}
         for (name, place), num_bytes in live.items():
             by_place[place] += num_bytes
             if place == "device" and num_bytes:
                 by_cause[name] = by_cause.get(name, 0) + num_bytes
         if peaks is not None:
-            by_place.update(peaks)
+            by_place |= peaks
         ordered = dict(sorted(by_cause.items(), key=lambda item: -item[1]))
         return Reading(device_bytes, by_place["host"], by_place["disk"], ordered)
 

@@ -59,10 +59,10 @@ def run(
     if engine.scale is not None and position.scale:
         engine.scale.value, engine.scale.num_good = position.scale["value"], int(position.scale["num_good"])
     last_loss: float | None = None
-    if position.step == 0:
-        last_loss = _evaluate(engine, course, position.step, tell)
-        position = replace(position, first_heldout_loss=last_loss)
     with StopRequest() as stop:
+        if position.step == 0:
+            last_loss = _evaluate(engine, course, position.step, tell)
+            position = replace(position, first_heldout_loss=last_loss)
         while position.step < course.num_steps and not stop.received:
             num_done = position.step
             position = _step(engine, course, options, gauge, position, tell)
