@@ -3,10 +3,10 @@
 PEFT casts a 16-bit input to float32 for its float32 adapters: 4 bytes an element more, kept for backward by each of q,
 k and v, and a float32 product. Here the small matrices are cast instead (as autocast does), so that all adapters of
 one input keep that input itself; and ``base + s (x A') B'`` is one product with the base's result, where PEFT makes
-three tensors of its size. The order (x A') B' is the cheapest whenever there are more tokens than the rank, so it is not
-chosen by shape as RunLoRA does (arXiv:2312.03415).
+three tensors of its size. The order (x A') B' is the cheapest whenever there are more tokens than the rank, so it is
+not chosen by shape as RunLoRA does (arXiv:2312.03415).
 
-DoRA's norms |W + s B A| of rows are never made from that sum: their squares are |w|^2 + 2 s b.(W A')_row + s^2 b A A' b',
+DoRA's norms of the rows of W + s B A are never made from that sum: their squares are w.w + 2 s b.(W A') + s^2 b A A' b'
 for one product of W with the small A' each time that A or B moved: once a step, however many tiles there are. What
 they are made of is float32. Rows of W that are all zero stay so (their magnitude is zero), and stay finite.
 """
