@@ -209,6 +209,8 @@ def map_scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Te
     num_bytes = max(1, num_elements * dtype.itemsize)
     file, name = tempfile.mkstemp(prefix="narrowboat-", suffix=".scratch", dir=folder)
     try:
+        if num_bytes > shutil.disk_usage(folder).free:  # asking for it would fill the disk before failing
+            raise OSError(errno.ENOSPC, "no room")
         os.posix_fallocate(file, 0, num_bytes)  # a full disk is an error here, not a bus error later
         return torch.from_file(name, shared=True, size=num_elements, dtype=dtype).view(shape)
     except OSError as error:
