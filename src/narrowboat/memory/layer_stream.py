@@ -158,8 +158,7 @@ def run_tiles(
 
 
 def tile_starts(x: torch.Tensor, tile_tokens: int) -> Sequence[int]:
-    """
-    Where the tiles of ``[batch, tokens, hidden]`` begin.
+    """Where the tiles of ``[batch, tokens, hidden]`` begin.
 
     A forecast's tensors have no values and all but a row's ends takes the same memory: four tiles stand for all.
     """
