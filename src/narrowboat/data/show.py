@@ -37,7 +37,11 @@ def account_table(account: Account) -> RenderableType:
     formats = ", ".join(f"{num:,} {name}" for name, num in account.formats.most_common())
     line("documents", account.num_documents, note=formats)
     if account.num_broken:
-        line("records skipped", account.num_broken, note=f"the first: {_short(account.broken[0][0])}: {account.broken[0][1]}")
+        line(
+            "records skipped",
+            account.num_broken,
+            note=f"the first: {_short(account.broken[0][0])}: {account.broken[0][1]}",
+        )
     if account.num_segments:
         line("segments", account.num_segments)
     line("examples", account.num_examples, note=f"{account.num_heldout_examples:,} held out")
