@@ -52,6 +52,18 @@ def test_help_names_every_option_and_imports_nothing_heavy() -> None:
         assert flag in done.stdout
 
 
+def test_a_run_without_data_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["narrowboat", "train"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "data.train names no file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_leaves_what_it_promises(run_file: Path, tiny_model: Path, tmp_path: Path) -> None:
     done = narrowboat("train", run_file, "--train.steps", "3", "--lora.rank=2")
     assert done.returncode == 0, done.stderr
