@@ -64,6 +64,8 @@ def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnd
     Raises:
         NarrowboatError: its kinds say what was refused; ``Interrupted`` after a signal, when the run is saved.
     """
+    if not options.data.train:
+        raise OptionError("data.train names no file; write for example data.train: documents.jsonl")
     folder = Path(options.train.folder)
     _refuse_other_run(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.memory.families import difference, gradients, tiny, token_ids
 
 from narrowboat.memory.install import install
 from narrowboat.model.adapters import adapt
 from narrowboat.options.schema import LoraOptions
 from narrowboat.plan import MemoryPlan
+from tests.memory.families import difference, gradients, tiny, token_ids
 
 VARIANTS = [
     {"variants": ["rslora"]}, {"variants": ["dora"]}, {"variants": ["fa"]}, {"variants": ["dora", "rslora", "fa"]},

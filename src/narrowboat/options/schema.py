@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, StringConstraints, model_validator
 
 
 def _split_commas(value: object) -> object:
@@ -119,6 +119,14 @@ class SegmentOptions(Group):
         "otherwise tokens.",
     )
     overlap_sides: Literal["before", "both"] = Field("before", description="Which neighbours a segment shows.")
+
+    @model_validator(mode="after")
+    def _overlap_leaves_room(self) -> SegmentOptions:
+        if self.max_tokens is not None and self.overlap_of(self.max_tokens) >= self.max_tokens:
+            raise ValueError(
+                f"segments.overlap is {self.overlap:g}, which leaves no room in segments.max_tokens: {self.max_tokens}"
+            )
+        return self
 
     def overlap_of(self, max_tokens: int) -> int:
         """The overlap in tokens, for segments of ``max_tokens``."""
