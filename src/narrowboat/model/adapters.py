@@ -30,6 +30,7 @@ from narrowboat.machine.precision import name_of
 from narrowboat.model.anatomy import Anatomy, bare
 from narrowboat.model.masters import HALF, keep_masters
 from narrowboat.model.products import speed_up
+from narrowboat.model.quantize import make_trainable
 from narrowboat.model.ranks import ranks_by_module, table
 from narrowboat.model.starts import (
     for_untouched_base,
@@ -89,6 +90,7 @@ def adapt(
             adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     except (ValueError, TypeError) as error:
         raise ModelError(f"lora.targets = {', '.join(options.targets)} cannot all carry an adapter: {error}") from None
+    make_trainable(adapted)
     _begin(adapted, options, read)
     speed_up(adapted)
     if "fa" in options.variants:

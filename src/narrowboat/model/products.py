@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
-from peft.utils.integrations import dequantize_module_weight
 from torch import nn
+
+from narrowboat.model.quantize import written_out
 
 BLOCK_ROWS = 1024
 """Rows of W that are in float32 together."""
@@ -81,7 +82,7 @@ class _Norm:
         a, b, scale = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
         versions = (a._version, b._version, a.data_ptr(), b.data_ptr())
         if self.norm is None or versions != self.versions:
-            weight = dequantize_module_weight(layer.get_base_layer())  # [out, in]
+            weight = written_out(layer.get_base_layer())  # [out, in]
             if getattr(layer, "fan_in_fan_out", False):
                 weight = weight.T
             if self.squares is None:

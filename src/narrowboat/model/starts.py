@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
-from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 
 from narrowboat.errors import CheckpointError, ModelError
+from narrowboat.model.quantize import written_out
 
 SVD_ROUNDS = 4
 """Power iterations of the randomised singular value decomposition."""
@@ -65,7 +65,7 @@ def start_as_quantisation_error(model: nn.Module, read: Callable[[str], torch.Te
         if base.weight.is_meta or read is None:
             continue
         dense = read(f"{name.removeprefix('base_model.model.')}.weight").to(base.weight.device).float()
-        error = dense - dequantize_module_weight(base).float()
+        error = dense - written_out(base).float()
         _begin_with(layer, *_main_directions(error, layer))
 
 
