@@ -87,8 +87,7 @@ class LayerCall:
     def backward(
         self, leaf: torch.Tensor, start: int, keys_values: KeysValues, seeds: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """
-        Recompute a tile and give the gradients of ``leaf``, its input, and of the layer's trainable parameters.
+        """Recompute a tile and give the gradients of ``leaf``, its input, and of the layer's trainable parameters.
 
         ``seeds`` are the gradients of the output and the further outputs; those of keys and values that the tile sees
         are gathered in ``keys_values``.

@@ -1,5 +1,4 @@
-"""
-Outputs that nobody reads: projections that a second run of a layer may leave out.
+"""Outputs that nobody reads: projections that a second run of a layer may leave out.
 
 When backward recomputes a layer, the value of its last projection goes into the layer's output and nowhere else; that
 output is known to the next layer, and no gradient needs it. And when keys and values are rebuilt, nobody asks for the
@@ -23,8 +22,7 @@ Outcome = Sequence[torch.Tensor | None]
 
 
 class Unread:
-    """
-    The projections of one layer, and which of them are left out right now.
+    """The projections of one layer, and which of them are left out right now.
 
     Args:
         layer: the decoder layer.
@@ -45,8 +43,7 @@ class Unread:
 
     @contextmanager
     def left_out(self, recomputing: bool, probe: Callable[[], Outcome]) -> Iterator[None]:
-        """
-        Leave out what nobody reads while the layer is recomputed, or else while keys and values are rebuilt.
+        """Leave out what nobody reads while the layer is recomputed, or else while keys and values are rebuilt.
 
         ``probe`` does the same with a few tokens, always the same, and gives what is wanted: gradients, or keys and
         values.
