@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2s
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,14 @@ from narrowboat.memory.gauge import Gauge
 from narrowboat.memory.install import install
 from narrowboat.memory.meter import Meter as meter
 from narrowboat.model.adapters import Adapted, adapt, save_adapter
-from narrowboat.model.base import check_weights, hush_transformers, load_base, load_config, load_tokenizer
+from narrowboat.model.base import (
+    check_weights,
+    hush_transformers,
+    load_base,
+    load_config,
+    load_tokenizer,
+    weight_reader,
+)
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.driving import averaged
@@ -56,6 +64,8 @@ def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnd
     Raises:
         NarrowboatError: its kinds say what was refused; ``Interrupted`` after a signal, when the run is saved.
     """
+    if not options.data.train:
+        raise OptionError("data.train names no file; write for example data.train: documents.jsonl")
     folder = Path(options.train.folder)
     _refuse_other_run(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +106,8 @@ class _Job:
         if resume and found is None:
             self.tell(Notice(f"{self.folder} holds no whole checkpoint; the run begins anew."))
         device = pick_device(options.model.device)
-        precision = choose_precision(found[1].dtype if found else options.model.dtype, device)  # type: ignore[arg-type]
+        dtype: Any = found[1].dtype if found else options.model.dtype
+        precision = choose_precision(dtype, device, options.model.quantize)
         self.tell(Notice(f"{describe_device(device)}; " + "; ".join(precision.lines())))
         config = load_config(options.model.name, self.tell)
         check_weights(options.model.name, self.tell)
@@ -175,7 +186,8 @@ class _Job:
     def _load_model(self, precision: Precision, device: torch.device) -> Adapted:
         model, _ = load_base(self.options.model, precision, device, self.tell)
         torch.manual_seed(self.options.train.seed)  # of the adapter's first weights
-        adapted = adapt(model, self.options.lora, self.tell)
+        read = weight_reader(self.options.model.name, self.tell) if self.options.lora.init == "loftq" else None
+        adapted = adapt(model, self.options.lora, self.tell, read)
         self.tell(
             ModelReady(
                 name=self.options.model.name,
