@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,8 +30,10 @@ from narrowboat.memory.attention import HandedOver, KeysValues, Tile
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause
 from narrowboat.memory.offload import Held, InputStore
+from narrowboat.memory.unread import Unread
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+PROBE_TOKENS = 4
 SLICED = ("position_embeddings", "position_ids", "cache_position")
 
 
@@ -49,6 +51,7 @@ class LayerCall:
         collect: gives the layer's further outputs of the last run, such as router logits; each
             ``[batch * tile, ...]``.
         attends: whether the layer has attention.
+        unread: knows the projections that a second run may leave out; None leaves out nothing.
     """
 
     def __init__(
@@ -61,10 +64,11 @@ class LayerCall:
         collect: Callable[[], tuple[torch.Tensor, ...]],
         visit: Callable[[], AbstractContextManager[None]] = nullcontext,
         attends: bool = True,
+        unread: Unread | None = None,
     ) -> None:
         self.layer, self.layout = layer, layout
         self._forward, self._before, self.collect, self.visit = forward, before, collect, visit
-        self._attends = attends
+        self._attends, self._unread = attends, unread
         dropped = (*CACHE_NAMES, "use_cache", *(("attention_mask",) if attends else ()))
         self._arguments = {name: value for name, value in arguments.items() if name not in dropped}
 
@@ -80,13 +84,51 @@ class LayerCall:
         """Run ``[batch, tile, hidden]`` against the keys and values of earlier tiles."""
         return self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values))
 
+    def backward(
+        self, leaf: torch.Tensor, start: int, keys_values: KeysValues, seeds: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Recompute a tile and give the gradients of ``leaf``, its input, and of the layer's trainable parameters.
+
+        ``seeds`` are the gradients of the output and the further outputs; those of keys and values that the tile sees
+        are gathered in ``keys_values``.
+        """
+        with torch.enable_grad(), self._leaving_out(leaf, recomputing=True):
+            outputs = [self.tile(leaf, start, keys_values), *self.collect()]
+        pairs = [(o, s) for o, s in zip(outputs, seeds, strict=False) if s is not None]
+        wanted = [t for t in (leaf, *self.layer.parameters()) if t.requires_grad]
+        found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
+        return [*found] if leaf.requires_grad else [None, *found]
+
     def rebuild(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
         """Run a tile just far enough to leave its keys and values."""
+        with torch.no_grad(), self._leaving_out(x, recomputing=False):
+            self._hand_over(x, start, keys_values)
+
+    def _hand_over(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
         try:
             self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values, stop_at_keys=True))
         except HandedOver:
             return
         raise AnatomyError(f"{type(self.layer).__name__} never hands over keys and values; use the plan recompute.")
+
+    def _leaving_out(self, x: torch.Tensor, recomputing: bool) -> AbstractContextManager[None]:
+        """Without the projections that nobody reads."""
+        if self._unread is None or is_fake(x):
+            return nullcontext()
+        return self._unread.left_out(recomputing, partial(self._probe, x))
+
+    def _probe(self, like: torch.Tensor) -> list[torch.Tensor | None]:
+        """What a few random tokens leave behind: keys, values, and with gradients enabled those of input and layer."""
+        num_tokens = min(PROBE_TOKENS, self.layout.num_tokens)
+        layout = Layout(self.layout.num_tokens, (((0, num_tokens),),) * like.shape[0])
+        call = LayerCall(self.layer, self._forward, self._arguments, layout, self._before, self.collect)
+        generator = torch.Generator(like.device).manual_seed(0)
+        x, seed = (torch.empty_like(like[:, :num_tokens]).normal_(generator=generator) for _ in range(2))
+        keys_values = KeysValues(num_tokens)
+        if torch.is_grad_enabled():
+            return call.backward(x.requires_grad_(), 0, keys_values, [seed])
+        call.rebuild(x, 0, keys_values)
+        return [keys_values.keys, keys_values.values]
 
     def _run(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
         self._before(tile.start, tile.stop)
@@ -209,7 +251,7 @@ def _tiles_backward(
         stop = min(start + tile_tokens, num_tokens)
         leaf = held.tile(start, stop).detach().requires_grad_(needs_input_grad)
         seeds = [out_grad[:, start:stop], *_cut_extras(extra_grads, num_rows, start, stop)]
-        leaf_grad, found = _tile_backward(call, leaf, start, keys_values, seeds, parameters)
+        leaf_grad, *found = call.backward(leaf, start, keys_values, seeds)
         if leaf_grad is not None:
             out_grad[:, start:stop] = leaf_grad
         for grad, part in zip(grads, found, strict=True):
@@ -221,27 +263,9 @@ def _tiles_backward(
 def _rebuild(call: LayerCall, held: Held, out_grad: torch.Tensor, tile_tokens: int) -> KeysValues:
     """The keys and values of all tiles but the last, which hands over its own when it is recomputed."""
     keys_values = KeysValues(out_grad.shape[1])
-    with torch.no_grad():
-        for start in tile_starts(out_grad, tile_tokens)[:-1]:
-            call.rebuild(held.tile(start, start + tile_tokens), start, keys_values)
+    for start in tile_starts(out_grad, tile_tokens)[:-1]:
+        call.rebuild(held.tile(start, start + tile_tokens), start, keys_values)
     return keys_values
-
-
-def _tile_backward(
-    call: LayerCall,
-    leaf: torch.Tensor,
-    start: int,
-    keys_values: KeysValues,
-    seeds: Sequence[torch.Tensor | None],
-    parameters: Sequence[torch.nn.Parameter],
-) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
-    """Recompute one tile and give the gradients of its input and of the layer's parameters."""
-    with torch.enable_grad():
-        outputs = [call.tile(leaf, start, keys_values), *call.collect()]
-    pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if s is not None]
-    wanted = [leaf, *parameters] if leaf.requires_grad else list(parameters)
-    found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
-    return (found[0], found[1:]) if leaf.requires_grad else (None, found)
 
 
 class _Joined:
