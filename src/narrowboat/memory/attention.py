@@ -8,7 +8,7 @@ earlier keys and values are added in place to a second buffer, which the earlier
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -21,6 +21,24 @@ from narrowboat.memory.meter import KEYS_VALUES, cause
 ATTENTION_NAME = "narrowboat"
 
 
+class Link(Protocol):
+    """Ties a segment's keys and values to those of the segments before and after it."""
+
+    num_carried: int
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the carried tokens in front."""
+
+    def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Tile, scores: Scores) -> None:
+        """Hears what attention of ``tile`` was made of."""
+
+    def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add what later segments want changed to the gradients, which are zero."""
+
+    def end(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take the gradients of the carried tokens, now that they are whole."""
+
+
 class KeysValues:
     """One layer's keys and values over whole rows, and their gradients.
 
@@ -29,9 +47,9 @@ class KeysValues:
     would lose what a single kernel keeps.
     """
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self.num_filled = 0
+    def __init__(self, num_tokens: int, link: Link | None = None) -> None:
+        self.num_tokens, self.link = num_tokens, link
+        self.num_filled = 0 if link is None else link.num_carried
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self._grads: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -45,6 +63,8 @@ class KeysValues:
             if self.keys is None or self.values is None:
                 self.keys = keys.new_empty(*keys.shape[:2], self.num_tokens, keys.shape[3])
                 self.values = values.new_empty(*values.shape[:2], self.num_tokens, values.shape[3])
+                if self.link is not None:
+                    self.link.fill(self.keys, self.values)
             self.keys[:, :, start:stop], self.values[:, :, start:stop] = keys, values
         self.num_filled = stop
 
@@ -55,7 +75,15 @@ class KeysValues:
             assert self.keys is not None and self.values is not None
             with cause(KEYS_VALUES):
                 self._grads = _zeros_wide(self.keys), _zeros_wide(self.values)
+                if self.link is not None:
+                    self.link.begin(*self._grads)
         return self._grads
+
+    def tile_done(self, start: int) -> None:
+        """The tile that starts there is through its backward; after the first one all gradients are whole."""
+        if self.link is not None and self._grads is not None and start == self.link.num_carried:
+            self.link.end(*self._grads)
+            self._grads = None
 
 
 class HandedOver(Exception):
@@ -157,6 +185,8 @@ class _AttendTile(torch.autograd.Function):
         if out is None:  # nothing but padding
             out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
             lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
+        if tile.keys_values is not None and tile.keys_values.link is not None:
+            tile.keys_values.link.saw(q, lse, keys, tile, scores)
         own = (k, v) if tile.keys_values is None else (None, None)  # else they are read from the buffer
         ctx.save_for_backward(q, *own, sinks, out, lse)
         ctx.dtypes = k.dtype, v.dtype
@@ -184,6 +214,8 @@ class _AttendTile(torch.autograd.Function):
             dq[rows, :, queries] = piece_dq
         dk, dv = (t[:, :, tile.start - base : tile.stop - base] for t in into)
         dsinks = _sinks_gradient(grad, out, lse, sinks, tile, pieces)
+        if tile.keys_values is not None:
+            tile.keys_values.tile_done(tile.start)
         return torch.zeros_like(q) if dq is None else dq, dk.to(ctx.dtypes[0]), dv.to(ctx.dtypes[1]), dsinks, None, None
 
 

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from narrowboat.errors import AnatomyError, ModelError
 from narrowboat.events import Tell
 from narrowboat.memory import attention
+from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.dropout import PlacedDropout, Whereabouts
 from narrowboat.memory.layer_stream import LayerCall, stream_layer
 from narrowboat.memory.layout import Layout
@@ -60,6 +61,7 @@ class _MicroBatch:
     layout: Layout
     seeds: Sequence[int]
     inputs: InputStore
+    carry: Handover | None = None
     further_outputs: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -152,12 +154,14 @@ class Installed:
         loss_weights: torch.Tensor | None = None,
         lengths: Sequence[Sequence[int]] | None = None,
         dropout_seeds: Sequence[int] | None = None,
+        carry: Handover | None = None,
         **kwargs: Any,
     ) -> Any:
         """The causal language model's forward: with labels, only the loss.
 
         Beside transformers' arguments it takes ``loss_weights`` ``[batch, tokens]``, aligned with the targets;
-        ``lengths``, the documents of each row; and ``dropout_seeds``, a number for each row.
+        ``lengths``, the documents of each row; ``dropout_seeds``, a number for each row; and ``carry``, where the one
+        row is a segment that sees what earlier segments of its document left.
         """
         if labels is None and shift_labels is None:
             return self._own_forward(
@@ -170,8 +174,10 @@ class Installed:
         self._refuse_unseparated(layout)
         seeds = list(dropout_seeds) if dropout_seeds is not None else self._draw_seeds(tokens)
         stride = self.plan.input_stride
-        self._batch = _MicroBatch(layout, seeds, StridedInputs(self._store, stride) if stride > 1 else self._store)
-        self._at(seeds, 0, layout.num_tokens)
+        store = StridedInputs(self._store, stride) if stride > 1 else self._store
+        self._batch = _MicroBatch(layout, seeds, store, carry)
+        offset = 0 if carry is None else carry.offset
+        self._at(seeds, offset, 0, layout.num_tokens)
         by_default = getattr(text_config(self._causal), "output_router_logits", False)
         self._routers.record(kwargs.pop("output_router_logits", by_default))
         try:
@@ -184,7 +190,7 @@ class Installed:
         finally:
             self._batch = None
         targets = shift_labels if shift_labels is not None else shift(labels)
-        loss = linear_loss(hidden, targets, self._tail_for(seeds, layout), self.plan.chunk_tokens, loss_weights)
+        loss = linear_loss(hidden, targets, self._tail_for(seeds, offset, layout), self.plan.chunk_tokens, loss_weights)
         loss = loss / _denominator(targets, num_items_in_batch, loss_weights)
         auxiliary = self._routers.auxiliary_loss(further, attention_mask)
         if auxiliary is not None:
@@ -198,21 +204,26 @@ class Installed:
         batch, plan, routers = self._batch, self.plan, self._routers
         assert routers is not None
         module = self._layers[index].module
+        link = None if batch.carry is None else batch.carry.links[index]
         call = LayerCall(
             module,
             self._with_attention(own_forward),
             arguments,
-            batch.layout,
-            before=partial(self._at, batch.seeds),
+            batch.layout if link is None else Layout.of(1, link.num_tokens),
+            before=partial(self._at, batch.seeds, 0 if batch.carry is None else batch.carry.offset),
             collect=partial(routers.collect, module),
             attends=self._layers[index].attention is not None,
+            link=link,
         )
-        if plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers:
+        is_kept = plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers
+        if is_kept:
             out, *further = (call.whole(x), *call.collect())
         elif plan.layers == "recompute":
             out, *further = recompute_layer(x, call)
         else:
             out, *further = stream_layer(x, call, plan.tile_tokens, batch.inputs, plan.keep_keys_values)
+        if link is not None:
+            link.hand_on(is_last_use=is_kept or not torch.is_grad_enabled())
         batch.further_outputs += further
         return out
 
@@ -249,9 +260,9 @@ class Installed:
         finally:
             del norm.__dict__["forward"]
 
-    def _at(self, seeds: Sequence[int], start: int, stop: int) -> None:
+    def _at(self, seeds: Sequence[int], offset: int, start: int, stop: int) -> None:
         self._whereabouts.seeds = seeds
-        self._whereabouts.move(start, stop)
+        self._whereabouts.move(offset + start, offset + stop)
 
     def _draw_seeds(self, tokens: torch.Tensor) -> list[int]:
         """From PyTorch's own generator, so that ``torch.manual_seed`` decides; none are drawn without dropout."""
@@ -259,13 +270,13 @@ class Installed:
             return [0] * tokens.shape[0]
         return torch.randint(0, 2**62, (tokens.shape[0],)).tolist()
 
-    def _tail_for(self, seeds: Sequence[int], layout: Layout) -> Tail:
+    def _tail_for(self, seeds: Sequence[int], offset: int, layout: Layout) -> Tail:
         assert self._tail is not None
 
         def at(row: int, where: torch.Tensor | slice) -> None:
             self._whereabouts.seeds = seeds
             if isinstance(where, slice):
-                first = row * layout.num_tokens
+                first = row * layout.num_tokens - offset
                 self._whereabouts.move(where.start - first, where.stop - first, slice(row, row + 1))
 
         return Tail(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.attention import HandedOver, KeysValues, Tile
+from narrowboat.memory.attention import HandedOver, KeysValues, Link, Tile
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause
 from narrowboat.memory.offload import Held, InputStore
@@ -46,6 +46,8 @@ class LayerCall:
         collect: gives the layer's further outputs of the last run, such as router logits; each
             ``[batch * tile, ...]``.
         attends: whether the layer has attention.
+        link: to the segments before and after, where keys and values are carried; ``layout`` counts the carried
+            tokens, and everything else begins behind them.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class LayerCall:
         before: Callable[[int, int], None],
         collect: Callable[[], tuple[torch.Tensor, ...]],
         attends: bool = True,
+        link: Link | None = None,
     ) -> None:
-        self.layer, self.layout = layer, layout
+        self.layer, self.layout, self._link = layer, layout, link
+        self._first = 0 if link is None else link.num_carried
         self._forward, self._before, self.collect = forward, before, collect
         self._attends = attends
         dropped = (*CACHE_NAMES, "use_cache", *(("attention_mask",) if attends else ()))
@@ -70,14 +74,21 @@ class LayerCall:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Run the whole row: ``[batch, tokens, hidden]`` to the same."""
-        return self._run(x, Tile(self.layout, 0, self.layout.num_tokens, None))
+        keys_values = None if self._link is None else self.keys_values()
+        return self._run(x, Tile(self.layout, self._first, self.layout.num_tokens, keys_values))
+
+    def keys_values(self) -> KeysValues:
+        """For the row that this call is about; nothing is there yet but what is carried."""
+        return KeysValues(self.layout.num_tokens, self._link)
 
     def tile(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> torch.Tensor:
         """Run ``[batch, tile, hidden]`` against the keys and values of earlier tiles."""
+        start += self._first
         return self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values))
 
     def rebuild(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
         """Run a tile just far enough to leave its keys and values."""
+        start += self._first
         try:
             self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values, stop_at_keys=True))
         except HandedOver:
@@ -85,7 +96,7 @@ class LayerCall:
         raise AnatomyError(f"{type(self.layer).__name__} never hands over keys and values; use the plan recompute.")
 
     def _run(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
-        self._before(tile.start, tile.stop)
+        self._before(tile.start - self._first, tile.stop - self._first)
         arguments = {name: self._cut(name, value, tile) for name, value in self._arguments.items()}
         if tile.keys_values is not None:
             arguments[self._cache_name] = tile
@@ -96,19 +107,20 @@ class LayerCall:
         return out[0] if isinstance(out, tuple) else out
 
     def _cut(self, name: str, value: Any, tile: Tile) -> Any:
-        if (tile.start, tile.stop) == (0, self.layout.num_tokens):
+        start, stop, num_tokens = (at - self._first for at in (tile.start, tile.stop, self.layout.num_tokens))
+        if (start, stop) == (0, num_tokens):
             return value
         if name not in SLICED:
-            if isinstance(value, torch.Tensor) and self.layout.num_tokens in value.shape[1:2]:
+            if isinstance(value, torch.Tensor) and num_tokens in value.shape[1:2]:
                 raise AnatomyError(
-                    f"{type(self.layer).__name__} takes a tensor {name!r} of {self.layout.num_tokens} tokens, and it "
+                    f"{type(self.layer).__name__} takes a tensor {name!r} of {num_tokens} tokens, and it "
                     "is not known how to cut it; use the plan recompute."
                 )
             return value
         if isinstance(value, tuple):
             return tuple(self._cut(name, part, tile) for part in value)
         if isinstance(value, torch.Tensor):
-            return value[tile.start : tile.stop] if value.dim() == 1 else value[:, tile.start : tile.stop]
+            return value[start:stop] if value.dim() == 1 else value[:, start:stop]
         return value
 
 
@@ -142,7 +154,7 @@ def run_tiles(
     x: torch.Tensor, call: LayerCall, tile_tokens: int
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], KeysValues]:
     """Run a layer tile by tile without a graph: its output, its further outputs, its keys and values."""
-    keys_values, extras = KeysValues(x.shape[1]), _Joined()
+    keys_values, extras = call.keys_values(), _Joined()
     with cause(LAYER_INPUTS):  # of the next layer
         out = torch.empty_like(x)
     with torch.no_grad():
@@ -168,7 +180,7 @@ class _StreamLayer(torch.autograd.Function):
         call, held, parameters = ctx.call, ctx.held, ctx.parameters
         num_rows, num_tokens = out_grad.shape[:2]
         starts = range(0, num_tokens, ctx.tile_tokens)
-        keys_values = ctx.keys_values or _rebuild(call, held, starts, num_tokens)
+        keys_values = ctx.keys_values or _rebuild(call, held, starts)
         with cause(GRADIENTS):
             grads = [torch.zeros_like(p) for p in parameters]
         if not out_grad.is_contiguous():
@@ -188,9 +200,9 @@ class _StreamLayer(torch.autograd.Function):
         return (out_grad if ctx.needs_input_grad[0] else None), None, None, None, None, *grads
 
 
-def _rebuild(call: LayerCall, held: Held, starts: range, num_tokens: int) -> KeysValues:
+def _rebuild(call: LayerCall, held: Held, starts: range) -> KeysValues:
     """The keys and values of all tiles but the last, which hands over its own when it is recomputed."""
-    keys_values = KeysValues(num_tokens)
+    keys_values = call.keys_values()
     with torch.no_grad():
         for start in starts[:-1]:
             call.rebuild(held.tile(start, start + starts.step), start, keys_values)

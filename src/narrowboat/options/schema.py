@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
 
 
 def _split_commas(value: object) -> object:
@@ -147,6 +147,85 @@ OptimizerName = Literal[
 ]  # fmt: skip
 
 
+def _carry_budget(value: object) -> str:
+    """Checks what ``CarryOptions.budget`` may be."""
+    text = str(value).strip()
+    if text.isdecimal() or (text.replace(".", "", 1).isdecimal() and 0 < float(text) < 1):
+        return text
+    TypeAdapter(ByteSize).validate_python(text)
+    return text
+
+
+def _carry_gradients(value: object) -> str:
+    """Checks what ``CarryOptions.gradients`` may be."""
+    text = str(value).strip()
+    if text not in ("cut", "exact") and not (text.isdecimal() and int(text) > 0):
+        raise ValueError("expected cut, exact, or a number of segments such as 4")
+    return text
+
+
+class CarryOptions(Group):
+    """Keys and values handed on from segment to segment of a document: bounded memory for any length, not exact."""
+
+    policy: Literal["none", "window", "sinks", "lru", "heavy", "snap", "turns"] = Field(
+        "none",
+        description="Which tokens the next segment sees. window: the most recent; sinks: the first and the most recent; "
+        "lru: blocks that were used last; heavy: those that got most attention, and the most recent; snap: those that "
+        "the segment's last tokens look at; turns: whole exchanges of a dialogue; none: segments stand alone.",
+    )
+    budget: Annotated[str, BeforeValidator(_carry_budget)] = Field(
+        "2048",
+        description="How much is carried: tokens (2048), bytes (512MiB) or a share of the device's memory (0.1).",
+    )
+    gradients: Annotated[str, BeforeValidator(_carry_gradients)] = Field(
+        "cut",
+        description="How far back a segment's loss reaches. cut: not beyond its own tokens, one pass; exact: to all "
+        "segments of its document, whose layers run once more; a number: within so many segments, then cut.",
+    )
+    positions: Literal["kept", "rebased"] = Field(
+        "kept", description="Positions of a segment: the document's, or counted from the carried tokens on."
+    )
+    storage: Literal["full", "int8", "int4"] = Field("full", description="How carried keys and values are stored.")
+    retention_ratio: float = Field(
+        1.0, gt=0, le=1, description="Largest share of a document's tokens so far that is carried, within the budget."
+    )
+    head_share: float = Field(0.1, ge=0, le=1, description="Share of the budget that sinks gives to the first tokens.")
+    block_tokens: int = Field(64, ge=1, description="Tokens of a block: what lru drops at once, and a page of memory.")
+
+    @model_validator(mode="after")
+    def _holds_a_block(self) -> CarryOptions:
+        if self.budget.isdecimal() and int(self.budget) < self.block_tokens:
+            raise ValueError(
+                f"carry.budget of {int(self.budget):,} tokens holds not even one block; give at least "
+                f"carry.block_tokens = {self.block_tokens:,}, or lower that"
+            )
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is carried."""
+        return self.policy != "none"
+
+    @property
+    def gradient_segments(self) -> int | None:
+        """Within how many segments gradients flow; None is all of a document's."""
+        return None if self.gradients == "exact" else 1 if self.gradients == "cut" else int(self.gradients)
+
+    def budget_tokens(self, bytes_per_token: int, fixed_bytes: int, device_bytes: int) -> int:
+        """Tokens that each layer may carry.
+
+        Args:
+            bytes_per_token: of all layers that carry as much as the budget allows.
+            fixed_bytes: what layers with a window of their own carry.
+            device_bytes: the device's memory.
+        """
+        if self.budget.isdecimal():
+            return int(self.budget)
+        is_share = self.budget.replace(".", "", 1).isdecimal()
+        allowed = float(self.budget) * device_bytes if is_share else TypeAdapter(ByteSize).validate_python(self.budget)
+        return max(0, int(allowed - fixed_bytes) // max(1, bytes_per_token))
+
+
 class OptimizerOptions(Group):
     """How weights move."""
 
@@ -215,5 +294,6 @@ class Options(Group):
     dialogues: DialogueOptions = DialogueOptions()
     packing: PackingOptions = PackingOptions()
     memory: MemoryOptions = MemoryOptions()
+    carry: CarryOptions = CarryOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     train: TrainOptions = TrainOptions()
