@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from narrowboat.data.batches import StepSchedule, collate, micro_batches
+from narrowboat.data.batches import StepSchedule, collate, group_rows
 from narrowboat.data.examples import IGNORED, Row
 from narrowboat.data.labels import ChatTemplate
 from narrowboat.data.tokens import Encoder
@@ -20,6 +20,10 @@ def row(length: int, num_learnt: int | None = None, first: int = 1) -> Row:
     labels = ids.copy()
     labels[: length - num_learnt if num_learnt is not None else 1] = IGNORED
     return Row(ids, labels, (length,))
+
+
+def micro_batches(rows: list[Row], micro_batch_tokens: int) -> list[list[Row]]:
+    return [[rows[i] for i in group] for group in group_rows([r.num_tokens for r in rows], micro_batch_tokens)]
 
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)

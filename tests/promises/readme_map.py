@@ -1,4 +1,4 @@
-"""The README's map: a line for each file, the sentence that opens it. ``python -m tests.promises.readme_map`` writes it."""
+"""The README's map: a line for each file, the sentence that opens it; run as a module it writes the map anew."""
 
 from __future__ import annotations
 

@@ -137,7 +137,8 @@ def test_the_run_is_the_one_that_never_saw_the_bad_rows(tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_without, strict=True))
     (said,) = [e.text for e in told if isinstance(e, Notice) and "skipped" in e.text]
     assert said == (
-        "Step 3 was skipped: its loss is nan, its gradient norm nan. Nothing was changed, its 20 tokens are passed over."
+        "Step 3 was skipped: its loss is nan, its gradient norm nan. Nothing was changed, its 20 tokens are passed "
+        "over."
     )
 
 

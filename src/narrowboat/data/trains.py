@@ -73,7 +73,7 @@ class Train(Row):
         Raises:
             DataError: they are not consecutive.
         """
-        _refuse_gaps([example for example in (preceding, *examples, following) if example is not None])
+        _refuse_gaps([example for example in (preceding, *examples, following) if example is not None], preceding is None)
         stop = 0 if preceding is None else preceding.offset + preceding.num_tokens
         first, ids, labels = stop, [], []
         for example in examples:
@@ -172,9 +172,9 @@ def segments(train: Train) -> Iterator[tuple[slice, bool]]:
         yield slice(start, stop), i < len(train.lengths) - 1 or not train.is_end
 
 
-def _refuse_gaps(examples: Sequence[Example]) -> None:
+def _refuse_gaps(examples: Sequence[Example], from_start: bool) -> None:
     start = examples[0]
-    if start.segment or start.offset:
+    if from_start and (start.segment or start.offset):
         what = f"segment {start.segment} at token {start.offset:,}"
         raise DataError(f"document {start.document} ({start.source}): what stands before {what} is lost; prepare anew.")
     for before, after in zip(examples, examples[1:], strict=False):
