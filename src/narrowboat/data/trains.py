@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,9 @@ class Train(Row):
         Raises:
             DataError: they are not consecutive.
         """
-        _refuse_gaps([example for example in (preceding, *examples, following) if example is not None], preceding is None)
+        _refuse_gaps(
+            [example for example in (preceding, *examples, following) if example is not None], preceding is None
+        )
         stop = 0 if preceding is None else preceding.offset + preceding.num_tokens
         first, ids, labels = stop, [], []
         for example in examples:
@@ -177,7 +180,7 @@ def _refuse_gaps(examples: Sequence[Example], from_start: bool) -> None:
     if from_start and (start.segment or start.offset):
         what = f"segment {start.segment} at token {start.offset:,}"
         raise DataError(f"document {start.document} ({start.source}): what stands before {what} is lost; prepare anew.")
-    for before, after in zip(examples, examples[1:], strict=False):
+    for before, after in pairwise(examples):
         end = before.offset + before.num_tokens
         name = f"document {after.document} ({after.source})" if after.source else f"document {after.document}"
         if after.document != before.document or after.segment < before.segment:

@@ -169,8 +169,8 @@ class CarryOptions(Group):
 
     policy: Literal["none", "window", "sinks", "lru", "heavy", "snap", "turns"] = Field(
         "none",
-        description="Which tokens the next segment sees. window: the most recent; sinks: the first and the most recent; "
-        "lru: blocks that were used last; heavy: those that got most attention, and the most recent; snap: those that "
+        description="Which tokens the next segment sees. window: the newest; sinks: the first and the newest; "
+        "lru: blocks that were used last; heavy: those that got most attention, and the newest; snap: those that "
         "the segment's last tokens look at; turns: whole exchanges of a dialogue; none: segments stand alone.",
     )
     budget: Annotated[str, BeforeValidator(_carry_budget)] = Field(

@@ -65,11 +65,12 @@ class Carrier:
         fixed_bytes = token_bytes * sum(window - 1 for window in windows if window)
         num_free = sum(not window for window in windows)
         self.num_tokens = options.budget_tokens(token_bytes * num_free, fixed_bytes, device_bytes)
+        least = format_bytes(fixed_bytes + options.block_tokens * token_bytes * num_free)
         if self.num_tokens < options.block_tokens:
             raise OptionError(
                 f"carry.budget: {options.budget} holds {self.num_tokens:,} tokens of {num_free} layers, which take "
-                f"{format_bytes(token_bytes * num_free)} a token; give at least one block of carry.block_tokens = "
-                f"{options.block_tokens:,}, {format_bytes(fixed_bytes + options.block_tokens * token_bytes * num_free)}."
+                f"{format_bytes(token_bytes * num_free)} a token; give at least one block (carry.block_tokens: "
+                f"{options.block_tokens:,}), {least}"
             )
         chosen = policy_of(options)
         self.rules = tuple(
@@ -95,9 +96,7 @@ class Carrier:
         wants_gradients: bool = False,
     ) -> Handover:
         """The next segment's part; the arguments are ``Handover``'s."""
-        return Handover(
-            self.rules, before, num_tokens, hands_on, self.rotation, later, handed, wants_gradients
-        )
+        return Handover(self.rules, before, num_tokens, hands_on, self.rotation, later, handed, wants_gradients)
 
     def _describe(self, num_windowed: int) -> str:
         options = self.options

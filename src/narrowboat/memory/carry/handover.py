@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -50,6 +51,17 @@ class Carry:
         """Of all carried keys and values."""
         return sum(kept.num_bytes for kept in self.layers if kept is not None)
 
+    def state(self) -> dict[str, Any]:
+        """As tensors, lists and numbers, for a checkpoint."""
+        layers = [None if kept is None else kept.state() for kept in self.layers]
+        return {"layers": layers, "num_tokens": self.num_tokens, "num_segments": self.num_segments}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Carry:
+        """And back."""
+        layers = tuple(None if kept is None else Kept.from_state(kept, device) for kept in state["layers"])
+        return cls(layers, state["num_tokens"], state["num_segments"])
+
 
 @dataclass(frozen=True)
 class LayerRules:
@@ -60,6 +72,19 @@ class LayerRules:
     retention_ratio: float
     storage: Storage
     page_tokens: int
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """What all links of a segment know of it. No link knows the handover: a circle would be freed late."""
+
+    number: int
+    offset: int
+    num_tokens: int
+    base: int  # position id of its first token
+    rotation: Rotation | None
+    hands_on: bool
+    wants_gradients: bool
 
 
 class Handover:
@@ -87,23 +112,32 @@ class Handover:
         handed: Carry | None = None,
         wants_gradients: bool = False,
     ) -> None:
-        self.offset, self.num_tokens, self.number = before.num_tokens, num_tokens, before.num_segments
-        self.base = before.num_carried if rotation is not None else before.num_tokens
-        self.rotation, self.hands_on, self.wants_gradients = rotation, hands_on, wants_gradients
+        base = before.num_carried if rotation is not None else before.num_tokens
+        self._segment = _Segment(
+            before.num_segments, before.num_tokens, num_tokens, base, rotation, hands_on, wants_gradients
+        )
         self.links = []
         for i, rule in enumerate(rules):
             source = None if handed is None else handed.layers[i]
             into = None if later is None or source is None or later[i] is None else (source.source, later[i])
-            self.links.append(LayerLink(self, rule, before.layers[i], into))
+            self.links.append(LayerLink(self._segment, rule, before.layers[i], into))
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """``[1, tokens]``: position ids of the segment's tokens."""
-        return torch.arange(self.base, self.base + self.num_tokens, device=device)[None]
+        base = self._segment.base
+        return torch.arange(base, base + self._segment.num_tokens, device=device)[None]
+
+    @property
+    def offset(self) -> int:
+        """Place of the segment's first token in the document."""
+        return self._segment.offset
 
     @property
     def after(self) -> Carry:
         """What it leaves; whole once the last layer has run."""
-        return Carry(tuple(link.after for link in self.links), self.offset + self.num_tokens, self.number + 1)
+        return Carry(
+            tuple(link.after for link in self.links), self.offset + self._segment.num_tokens, self._segment.number + 1
+        )
 
     @property
     def gradients(self) -> tuple[Gradients | None, ...]:
@@ -115,20 +149,20 @@ class LayerLink:
     """One layer's ``Link``; see ``attention.Link``."""
 
     def __init__(
-        self, handover: Handover, rules: LayerRules, before: Kept | None, later: tuple[torch.Tensor, Gradients] | None
+        self, segment: _Segment, rules: LayerRules, before: Kept | None, later: tuple[torch.Tensor, Gradients] | None
     ) -> None:
-        self._handover, self._rules, self._before, self._later = handover, rules, before, later
+        self._segment, self._rules, self._before, self._later = segment, rules, before, later
         self.num_carried = 0 if before is None else before.num_tokens
         self.after: Kept | None = None
         self.gradients: Gradients | None = None
-        self._observation = self._observe() if handover.hands_on else None
+        self._observation = self._observe() if segment.hands_on else None
         self._first: tuple[torch.Tensor, torch.Tensor] | None = None  # the forward's keys and values, until then
-        self._is_chosen = not handover.hands_on
+        self._is_chosen = not segment.hands_on
 
     @property
     def num_tokens(self) -> int:
         """Carried and own."""
-        return self.num_carried + self._handover.num_tokens
+        return self.num_carried + self._segment.num_tokens
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put the carried tokens in front."""
@@ -138,8 +172,8 @@ class LayerLink:
             return
         assert self._before is not None
         carried, carried_values = self._before.read(self._rules.storage, keys.dtype)
-        if self._handover.rotation is not None:
-            carried = self._handover.rotation.turn(carried, self._moved(self._before))
+        if self._segment.rotation is not None:
+            carried = self._segment.rotation.turn(carried, self._moved(self._before))
         keys[:, :, : self.num_carried], values[:, :, : self.num_carried] = carried, carried_values
 
     def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Tile, scores: Scores) -> None:
@@ -155,15 +189,18 @@ class LayerLink:
         for mine, theirs in zip((keys, values), gradients, strict=True):
             mine.scatter_add_(2, source[None, ..., None].expand_as(theirs), theirs)
         self._later = None
+        if self._segment.rotation is not None and self._before is not None:
+            carried = keys[:, :, : self.num_carried]  # theirs are of keys as they were made
+            carried.copy_(self._segment.rotation.turn(carried, self._moved(self._before)))
 
     def end(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take the gradients of the carried tokens."""
-        if not (self._handover.wants_gradients and self.num_carried):
+        if not (self._segment.wants_gradients and self.num_carried):
             return
         mine = keys[:, :, : self.num_carried]
-        if self._handover.rotation is not None:
+        if self._segment.rotation is not None:
             assert self._before is not None
-            mine = self._handover.rotation.turn(mine, -self._moved(self._before))
+            mine = self._segment.rotation.turn(mine, -self._moved(self._before))
         self.gradients = mine.clone(), values[:, :, : self.num_carried].clone()
 
     @torch.no_grad()
@@ -178,11 +215,11 @@ class LayerLink:
                 self.after = self._choose(self._first[0][0], self._first[1][0])
             self._first = self._observation = None
             self._is_chosen = True
-        if is_last_use and not self._handover.wants_gradients:
+        if is_last_use and not self._segment.wants_gradients:
             self._before = None
 
     def _observe(self) -> Observation | None:
-        wanted, own = self._rules.policy.num_observed, self._handover.num_tokens
+        wanted, own = self._rules.policy.num_observed, self._segment.num_tokens
         if not wanted:
             return None
         return Observation(self.num_tokens, self.num_tokens - (own if wanted == ALL_QUERIES else min(wanted, own)))
@@ -192,7 +229,7 @@ class LayerLink:
         rules, before = self._rules, self._before
         candidates, angles = self._candidates(keys)
         total = candidates.num_tokens
-        seen = self._handover.offset + self._handover.num_tokens
+        seen = self._segment.offset + self._segment.num_tokens
         budget = min(rules.num_tokens, math.ceil(rules.retention_ratio * seen))
         if is_fake(keys):
             choice = Choice(torch.arange(max(0, total - budget), total), candidates.marks)
@@ -207,8 +244,8 @@ class LayerLink:
 
     def _candidates(self, keys: torch.Tensor) -> tuple[Candidates, torch.Tensor]:
         """What can be chosen from, and the positions at which all keys were made."""
-        handover, before = self._handover, self._before
-        num_heads, num_new, device = keys.shape[0], handover.num_tokens, keys.device
+        segment, before = self._segment, self._before
+        num_heads, num_new, device = keys.shape[0], segment.num_tokens, keys.device
 
         def joined(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
             new = new.expand(num_heads, -1)
@@ -221,16 +258,16 @@ class LayerLink:
             mass = self._observation.mass
         num_queries = 0 if self._observation is None else self.num_tokens - self._observation.first_query
         candidates = Candidates(
-            positions=joined(old[0], count + handover.offset),
-            segments=joined(old[1], torch.full_like(count, handover.number)),
+            positions=joined(old[0], count + segment.offset),
+            segments=joined(old[1], torch.full_like(count, segment.number)),
             marks=joined(old[2], torch.zeros(num_new, device=device)),
             mass=mass,
             num_queries=num_queries,
             num_new=num_new,
         )
-        return candidates, joined(old[3], count + handover.base)
+        return candidates, joined(old[3], count + segment.base)
 
     def _moved(self, kept: Kept) -> torch.Tensor:
         """By how many positions each carried key counts further on than where it was made."""
         rank = kept.positions.argsort(1).argsort(1)
-        return self._handover.base - kept.num_tokens + rank - kept.angles
+        return self._segment.base - kept.num_tokens + rank - kept.angles

@@ -8,7 +8,8 @@ page that nobody holds any more is freed at once. Heads may keep different token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -64,6 +65,18 @@ class Kept:
         """Keys and values, each ``[1, kv heads, tokens, size]``."""
         keys, values = _join([page.keys for page in self.pages]), _join([page.values for page in self.pages])
         return storage.unpack(keys, dtype)[None], storage.unpack(values, dtype)[None]
+
+    def state(self) -> dict[str, Any]:
+        """As tensors and lists, for a checkpoint."""
+        of_tokens = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "pages"}
+        return of_tokens | {"pages": [[list(page.keys), list(page.values)] for page in self.pages]}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Kept:
+        """And back."""
+        pages = [Page(*(tuple(part.to(device) for part in parts) for parts in page)) for page in state["pages"]]
+        of_tokens = {name: t.to(device) for name, t in state.items() if name != "pages"}
+        return cls(tuple(pages), **of_tokens)
 
 
 def make_pages(

@@ -36,7 +36,7 @@ class Lru:
         is_new = torch.zeros(len(block), dtype=torch.bool, device=of.device).index_fill_(
             0, of[candidates.num_tokens - candidates.num_new :], True
         )
-        last = torch.zeros(len(block), device=of.device).index_reduce_(0, of, candidates.marks[0], "amax")
+        last = torch.zeros(len(block), device=of.device).scatter_reduce_(0, of, candidates.marks[0], "amax")
         last = torch.where(used | is_new, now.float(), last)
         sizes = torch.bincount(of, minlength=len(block))
         order = torch.arange(len(block), device=of.device).flip(0)  # of equally used ones the newest first
@@ -108,9 +108,7 @@ class Turns:
         return Choice(stays[of].nonzero()[:, 0], candidates.marks)
 
 
-def _best_and_recent(
-    candidates: Candidates, scores: torch.Tensor, num_tokens: int, num_recent: int
-) -> torch.Tensor:
+def _best_and_recent(candidates: Candidates, scores: torch.Tensor, num_tokens: int, num_recent: int) -> torch.Tensor:
     """``[kv heads, num_tokens]``: of each head the ``num_recent`` newest tokens and the best of the others."""
     if candidates.num_tokens <= num_tokens:
         return torch.arange(candidates.num_tokens, device=scores.device)
