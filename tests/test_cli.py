@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -49,6 +50,18 @@ def test_help_names_every_option_and_imports_nothing_heavy() -> None:
     assert "HEAVY []" in done.stdout
     for flag in ("--lora.rank", "--data.max_tokens", "--memory.budget", "--train.folder", "--resume"):
         assert flag in done.stdout
+
+
+def test_a_run_without_data_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["narrowboat", "train"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "data.train names no file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_leaves_what_it_promises(run_file: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -108,6 +121,54 @@ def test_what_cannot_be_done_is_one_clear_sentence(
         main()
     assert left.value.code == code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no record can be used"),
+        (b"\n\n", "no record can be used"),
+        (b'{"messages": null}\n{"messages": []}\n', "2 were skipped"),
+        (b'{"messages": [{"role": "wizard", "content": "x"}]}\n', "wizard"),
+        (b'{"text": "\xff\xfe"}\n', "UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "hello"}]}\n', "there is nothing to learn"),
+    ],
+)
+def test_data_that_cannot_be_used_stops_the_run(
+    run_file: Path,
+    dialogues: Path,
+    content: bytes,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    dialogues.write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["narrowboat", "train", str(run_file)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    error = capsys.readouterr().err
+    assert left.value.code == 1
+    assert said in error
+    assert str(dialogues) in error
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_model_folder_without_weights_is_refused_before_data_is_read(
+    run_file: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    words = ["--model.name", str(bare), "--data.train", "/nowhere"]
+    monkeypatch.setattr(sys, "argv", ["narrowboat", "train", str(run_file), *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    assert f"{bare}: no weights in it" in capsys.readouterr().err
 
 
 def test_a_broken_line_is_counted_and_named_or_stops_a_strict_run(

@@ -12,27 +12,38 @@ from dataclasses import dataclass
 from hashlib import blake2s
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared, prepare
+from narrowboat.data.trains import Trains, TrainSchedule
 from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import Interrupted, OptionError
 from narrowboat.events import DataReady, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
 from narrowboat.machine.hardware import describe_device, device_memory, pick_device
 from narrowboat.machine.precision import Precision, choose_precision, name_of
+from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.gauge import Gauge
 from narrowboat.memory.install import install
 from narrowboat.memory.meter import Meter as meter
 from narrowboat.model.adapters import Adapted, adapt, save_adapter
-from narrowboat.model.base import check_weights, hush_transformers, load_base, load_config, load_tokenizer
+from narrowboat.model.base import (
+    check_weights,
+    hush_transformers,
+    load_base,
+    load_config,
+    load_tokenizer,
+    weight_reader,
+)
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
+from narrowboat.planner.carried import CarriedWork, choose_carried
 from narrowboat.planner.forecast import Workload
 from narrowboat.planner.search import Choice, choose
 from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
@@ -56,6 +67,8 @@ def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnd
     Raises:
         NarrowboatError: its kinds say what was refused; ``Interrupted`` after a signal, when the run is saved.
     """
+    if not options.data.train:
+        raise OptionError("data.train names no file; write for example data.train: documents.jsonl")
     folder = Path(options.train.folder)
     _refuse_other_run(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +109,8 @@ class _Job:
         if resume and found is None:
             self.tell(Notice(f"{self.folder} holds no whole checkpoint; the run begins anew."))
         device = pick_device(options.model.device)
-        precision = choose_precision(found[1].dtype if found else options.model.dtype, device)  # type: ignore[arg-type]
+        dtype: Any = found[1].dtype if found else options.model.dtype
+        precision = choose_precision(dtype, device, options.model.quantize)
         self.tell(Notice(f"{describe_device(device)}; " + "; ".join(precision.lines())))
         config = load_config(options.model.name, self.tell)
         check_weights(options.model.name, self.tell)
@@ -115,15 +129,28 @@ class _Job:
         adapted = self._load_model(precision, device)
         scale = loss_scale(options.optimizer, precision.compute.dtype)
         optimizer = build_optimizer(options.optimizer, adapted.model.named_parameters(), self.tell)
+        carry = None
         if found:
-            restore(found[0], adapted.model, optimizer)
+            carry = restore(found[0], adapted.model, optimizer)
+        carrier = self._carrier(adapted, course, device)
         with ExitStack() as stack:
             self._gauge = stack.enter_context(Gauge(device, budget_bytes))
             self._gauge.watch_model(adapted.model)
             pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
             engine = stack.enter_context(
-                Engine(adapted.model, optimizer, choice.plan, pad_id, options.optimizer.clip_norm, self.tell, scale)
+                Engine(
+                    adapted.model,
+                    optimizer,
+                    choice.plan,
+                    pad_id,
+                    options.optimizer.clip_norm,
+                    self.tell,
+                    scale,
+                    carrier,
+                )
             )
+            if engine.carrying is not None and carry:
+                engine.carrying.load_state_dict(carry)
             checkpoints = self.folder / CHECKPOINTS
             self._position, self._last_loss = run(
                 engine, course, options, self._gauge, position, checkpoints, self.tell
@@ -152,14 +179,27 @@ class _Job:
 
     def _course(self, data: Prepared) -> Course:
         train = self.options.train
-        schedule = StepSchedule(data.train.lengths, train.batch_tokens, train.seed, train.longest_first)
+        schedule: StepSchedule | TrainSchedule
+        if isinstance(data.train, Trains):
+            schedule = TrainSchedule(data.train, train.batch_tokens, train.seed)
+        else:
+            schedule = StepSchedule(data.train.lengths, train.batch_tokens, train.seed, train.longest_first)
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
 
     def _choose_plan(self, config: object, precision: Precision, course: Course, budget_bytes: int) -> Choice:
         longest = max(int(rows.lengths.max()) for rows in (course.rows, course.heldout) if len(rows))
-        work = Workload(config, self.options, precision.base.dtype, longest)
-        choice = choose(work, budget_bytes, self.options.memory.plan)
+        trains = [rows for rows in (course.rows, course.heldout) if isinstance(rows, Trains) and len(rows)]
+        if trains:
+            longest = max(rows.longest_segment for rows in trains)
+            carried = CarriedWork(
+                config, self.options, precision.base.dtype, longest, max(rows.longest_document[1] for rows in trains),
+                device_memory(pick_device(self.options.model.device)).total_bytes,
+            )  # fmt: skip
+            choice = Choice(*choose_carried(carried, budget_bytes, self.options.memory.plan))
+        else:
+            work = Workload(config, self.options, precision.base.dtype, longest)
+            choice = choose(work, budget_bytes, self.options.memory.plan)
         (self.folder / PLAN_FILE).write_text(choice.plan.model_dump_json(indent=1), encoding="utf-8")
         self.tell(
             PlanChosen(
@@ -172,10 +212,20 @@ class _Job:
         )
         return choice
 
+    def _carrier(self, adapted: Adapted, course: Course, device: torch.device) -> Carrier | None:
+        if not self.options.carry.is_on:
+            return None
+        carrier = Carrier(adapted.model, self.options.carry, device_memory(device).total_bytes, self.tell)
+        for rows in (course.rows, course.heldout):
+            if isinstance(rows, Trains):
+                carrier.check_positions(rows.longest_document[0], rows.longest_segment)
+        return carrier
+
     def _load_model(self, precision: Precision, device: torch.device) -> Adapted:
         model, _ = load_base(self.options.model, precision, device, self.tell)
         torch.manual_seed(self.options.train.seed)  # of the adapter's first weights
-        adapted = adapt(model, self.options.lora, self.tell)
+        read = weight_reader(self.options.model.name, self.tell) if self.options.lora.init == "loftq" else None
+        adapted = adapt(model, self.options.lora, self.tell, read)
         self.tell(
             ModelReady(
                 name=self.options.model.name,

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong options, 3 does not fit the budget, 130 an
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; what Narrowboat refuses becomes one clear message and an exit code."""
+    for talkative in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # of kernels that this machine cannot use
+        logging.getLogger(talkative).setLevel(logging.ERROR)
     try:
         app()
     except NarrowboatError as error:

@@ -362,6 +362,15 @@ def test_an_overlap_that_leaves_no_room_is_refused_with_both_values(tokenizer, f
     assert all(value in str(caught.value) for value in values)
 
 
+def test_a_limit_that_gives_way_is_told(tokenizer, folder, options_for):
+    said = Said()
+    groups = {"segments": {"max_tokens": 700}}
+    prepared = prepare(options_for(folder, groups, max_tokens=900), tokenizer, 512, said)
+    assert "data.max_tokens: 900 is above the model's positions, 512" in said
+    assert "segments.max_tokens: 700 is above the model's positions, 512" in said
+    assert prepared.train.lengths.max() <= 512
+
+
 def test_r03_a_limit_below_one_characters_tokens_is_told_per_record(tokenizer, write_lines, options_for):
     family = "👨\u200d👩\u200d👧\u200d👦"
     said = Said()

@@ -94,6 +94,23 @@ class Train(Row):
 class Trains(Rows):
     """Rows that are trains; ``rows[i]`` is coupled when asked for."""
 
+    @property
+    def documents(self) -> NDArray[np.int32]:
+        """Each train's document."""
+        return self.store.column("document")[self._members[self._firsts[:-1]]]
+
+    @property
+    def longest_document(self) -> tuple[int, int]:
+        """Tokens, and segments, of the longest one."""
+        ends = self.store.column("offset")[self._members] + self.store.lengths[self._members]
+        numbers = self.store.column("segment")[self._members] + 1
+        return (int(ends.max()), int(numbers.max())) if len(ends) else (0, 0)
+
+    @property
+    def longest_segment(self) -> int:
+        """Tokens of the longest one."""
+        return int(self.store.lengths[self._members].max()) if len(self._members) else 0
+
     def __getitem__(self, number: int) -> Train:
         if not 0 <= number < len(self):
             raise IndexError(number)
@@ -145,9 +162,8 @@ class TrainSchedule:
     def __init__(self, trains: Trains, batch_tokens: int, seed: int) -> None:
         self.seed = seed
         documents: dict[int, list[int]] = {}
-        of, firsts = trains.store.column("document"), trains._firsts[:-1]
-        for number, member in enumerate(trains._members[firsts].tolist()):
-            documents.setdefault(int(of[member]), []).append(number)
+        for number, document in enumerate(trains.documents.tolist()):
+            documents.setdefault(document, []).append(number)
         short = [stretch[0] for stretch in documents.values() if len(stretch) == 1]
         groups = best_fit(trains.lengths[short], batch_tokens) if short else []
         self._runs = [[[short[i] for i in group]] for group in groups]  # of steps that follow each other

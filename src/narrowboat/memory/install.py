@@ -12,7 +12,7 @@ model's own, so generation goes on as before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -35,6 +35,7 @@ from narrowboat.memory.offload import InputStore, StridedInputs, input_store
 from narrowboat.memory.recompute import recompute_layer
 from narrowboat.memory.router import Routers
 from narrowboat.memory.tail import Tail
+from narrowboat.memory.unread import Unread
 from narrowboat.memory.weight_stream import WeightStream
 from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.plan import MemoryPlan
@@ -147,7 +148,10 @@ class Installed:
         undo.enter_context(forward_of(self._causal, partial(self._forward, own_forward)))
         backbone = self.anatomy.backbone
         undo.enter_context(forward_of(backbone, partial(self._run_backbone, backbone.forward)))
+        known: dict[Hashable, frozenset[str]] = {}
+        self._unread = [Unread(layer.module, known) for layer in self._layers]
         for i, layer in enumerate(self._layers):
+            self._unread[i].put_on(undo)
             undo.enter_context(forward_of(layer.module, partial(self._layer, i, layer.module.forward)))
         dropouts = [m for m in self._causal.modules() if type(m) is torch.nn.Dropout]
         for i, dropout in enumerate(dropouts):
@@ -292,6 +296,7 @@ class Installed:
             visit=partial(self._weights.visit_layer, index),
             attends=self._layers[index].attention is not None,
             link=link,
+            unread=self._unread[index],
         )
         if self.run_layer is not None:
             return self.run_layer(index, call, x)

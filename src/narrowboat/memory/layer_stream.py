@@ -19,18 +19,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.errors import AnatomyError
 from narrowboat.memory.attention import HandedOver, KeysValues, Link, Tile
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause
 from narrowboat.memory.offload import Held, InputStore
+from narrowboat.memory.unread import Unread
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+PROBE_TOKENS = 4
 SLICED = ("position_embeddings", "position_ids", "cache_position")
 
 
@@ -50,6 +53,7 @@ class LayerCall:
         attends: whether the layer has attention.
         link: to the segments before and after, where keys and values are carried; ``layout`` counts the carried
             tokens, and everything else begins behind them.
+        unread: knows the projections that a second run may leave out; None leaves out nothing.
     """
 
     def __init__(
@@ -63,11 +67,12 @@ class LayerCall:
         visit: Callable[[], AbstractContextManager[None]] = nullcontext,
         attends: bool = True,
         link: Link | None = None,
+        unread: Unread | None = None,
     ) -> None:
         self.layer, self.layout, self._link = layer, layout, link
         self._first = 0 if link is None else link.num_carried
         self._forward, self._before, self.collect, self.visit = forward, before, collect, visit
-        self._attends = attends
+        self._attends, self._unread = attends, unread
         dropped = (*CACHE_NAMES, "use_cache", *(("attention_mask",) if attends else ()))
         self._arguments = {name: value for name, value in arguments.items() if name not in dropped}
 
@@ -89,14 +94,53 @@ class LayerCall:
         start += self._first
         return self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values))
 
+    def backward(
+        self, leaf: torch.Tensor, start: int, keys_values: KeysValues, seeds: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Recompute a tile and give the gradients of ``leaf``, its input, and of the layer's trainable parameters.
+
+        ``seeds`` are the gradients of the output and the further outputs; those of keys and values that the tile sees
+        are gathered in ``keys_values``.
+        """
+        with torch.enable_grad(), self._leaving_out(leaf, recomputing=True):
+            outputs = [self.tile(leaf, start, keys_values), *self.collect()]
+        pairs = [(o, s) for o, s in zip(outputs, seeds, strict=False) if s is not None]
+        wanted = [t for t in (leaf, *self.layer.parameters()) if t.requires_grad]
+        found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
+        return [*found] if leaf.requires_grad else [None, *found]
+
     def rebuild(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
         """Run a tile just far enough to leave its keys and values."""
+        with torch.no_grad(), self._leaving_out(x, recomputing=False):
+            self._hand_over(x, start, keys_values)
+
+    def _hand_over(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
         start += self._first
         try:
             self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values, stop_at_keys=True))
         except HandedOver:
             return
         raise AnatomyError(f"{type(self.layer).__name__} never hands over keys and values; use the plan recompute.")
+
+    def _leaving_out(self, x: torch.Tensor, recomputing: bool) -> AbstractContextManager[None]:
+        """Without the projections that nobody reads."""
+        if self._unread is None or is_fake(x):
+            return nullcontext()
+        return self._unread.left_out(recomputing, partial(self._probe, x))
+
+    def _probe(self, like: torch.Tensor) -> list[torch.Tensor | None]:
+        """What a few random tokens leave behind: keys, values, and with gradients enabled those of input and layer."""
+        all_tokens = self.layout.num_tokens - self._first
+        num_tokens = min(PROBE_TOKENS, all_tokens)
+        layout = Layout(all_tokens, (((0, num_tokens),),) * like.shape[0])
+        call = LayerCall(self.layer, self._forward, self._arguments, layout, self._before, self.collect)
+        generator = torch.Generator(like.device).manual_seed(0)
+        x, seed = (torch.empty_like(like[:, :num_tokens]).normal_(generator=generator) for _ in range(2))
+        keys_values = KeysValues(num_tokens)
+        if torch.is_grad_enabled():
+            return call.backward(x.requires_grad_(), 0, keys_values, [seed])
+        call.rebuild(x, 0, keys_values)
+        return [keys_values.keys, keys_values.values]
 
     def _run(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
         self._before(tile.start - self._first, tile.stop - self._first)
@@ -161,11 +205,20 @@ def run_tiles(
     with cause(LAYER_INPUTS):  # of the next layer
         out = torch.empty_like(x)
     with torch.no_grad(), call.visit():
-        for start in range(0, x.shape[1], tile_tokens):
+        for start in tile_starts(x, tile_tokens):
             stop = min(start + tile_tokens, x.shape[1])
             out[:, start:stop] = call.tile(x[:, start:stop], start, keys_values)
             extras.add(call.collect(), x.shape[0])
-    return out, extras.tensors(), keys_values
+    return out, extras.tensors(x.shape[1]), keys_values
+
+
+def tile_starts(x: torch.Tensor, tile_tokens: int) -> Sequence[int]:
+    """Where the tiles of ``[batch, tokens, hidden]`` begin.
+
+    A forecast's tensors have no values and all but a row's ends takes the same memory: four tiles stand for all.
+    """
+    starts = range(0, x.shape[1], tile_tokens)
+    return [*starts[:2], *starts[-2:]] if is_fake(x) and len(starts) > 4 else starts
 
 
 class _StreamLayer(torch.autograd.Function):
@@ -185,10 +238,9 @@ class _StreamLayer(torch.autograd.Function):
         if not out_grad.is_contiguous():
             out_grad = out_grad.contiguous()
         with call.visit():
-            starts = range(0, out_grad.shape[1], ctx.tile_tokens)
-            keys_values = keys_values or _rebuild(call, held, starts)
+            keys_values = keys_values or _rebuild(call, held, out_grad, ctx.tile_tokens)
             grads = _tiles_backward(
-                call, held, starts, keys_values, out_grad, extra_grads, ctx.parameters, ctx.needs_input_grad[0]
+                call, held, ctx.tile_tokens, keys_values, out_grad, extra_grads, ctx.parameters, ctx.needs_input_grad[0]
             )
         held.release()
         return (out_grad if ctx.needs_input_grad[0] else None), None, None, None, None, *grads
@@ -197,7 +249,7 @@ class _StreamLayer(torch.autograd.Function):
 def _tiles_backward(
     call: LayerCall,
     held: Held,
-    starts: range,
+    tile_tokens: int,
     keys_values: KeysValues,
     out_grad: torch.Tensor,
     extra_grads: Sequence[torch.Tensor | None],
@@ -208,11 +260,11 @@ def _tiles_backward(
     num_rows, num_tokens = out_grad.shape[:2]
     with cause(GRADIENTS):
         grads = [torch.zeros_like(p) for p in parameters]
-    for start in reversed(starts):
-        stop = min(start + starts.step, num_tokens)
+    for start in reversed(tile_starts(out_grad, tile_tokens)):
+        stop = min(start + tile_tokens, num_tokens)
         leaf = held.tile(start, stop).detach().requires_grad_(needs_input_grad)
         seeds = [out_grad[:, start:stop], *_cut_extras(extra_grads, num_rows, start, stop)]
-        leaf_grad, found = _tile_backward(call, leaf, start, keys_values, seeds, parameters)
+        leaf_grad, *found = call.backward(leaf, start, keys_values, seeds)
         if leaf_grad is not None:
             out_grad[:, start:stop] = leaf_grad
         for grad, part in zip(grads, found, strict=True):
@@ -221,30 +273,12 @@ def _tiles_backward(
     return grads
 
 
-def _rebuild(call: LayerCall, held: Held, starts: range) -> KeysValues:
+def _rebuild(call: LayerCall, held: Held, out_grad: torch.Tensor, tile_tokens: int) -> KeysValues:
     """The keys and values of all tiles but the last, which hands over its own when it is recomputed."""
     keys_values = call.keys_values()
-    with torch.no_grad():
-        for start in starts[:-1]:
-            call.rebuild(held.tile(start, start + starts.step), start, keys_values)
+    for start in tile_starts(out_grad, tile_tokens)[:-1]:
+        call.rebuild(held.tile(start, start + tile_tokens), start, keys_values)
     return keys_values
-
-
-def _tile_backward(
-    call: LayerCall,
-    leaf: torch.Tensor,
-    start: int,
-    keys_values: KeysValues,
-    seeds: Sequence[torch.Tensor | None],
-    parameters: Sequence[torch.nn.Parameter],
-) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
-    """Recompute one tile and give the gradients of its input and of the layer's parameters."""
-    with torch.enable_grad():
-        outputs = [call.tile(leaf, start, keys_values), *call.collect()]
-    pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if s is not None]
-    wanted = [leaf, *parameters] if leaf.requires_grad else list(parameters)
-    found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
-    return (found[0], found[1:]) if leaf.requires_grad else (None, found)
 
 
 class _Joined:
@@ -259,8 +293,11 @@ class _Joined:
         for part, output in zip(self.parts, outputs, strict=True):
             part.append(output.detach().unflatten(0, (num_rows, -1)))
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.cat(part, 1).flatten(0, 1) for part in self.parts)
+    def tensors(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        joined = [torch.cat(part, 1) for part in self.parts]
+        if any(t.shape[1] < num_tokens for t in joined):  # a forecast left tiles out
+            joined = [t.new_empty(t.shape[0], num_tokens, *t.shape[2:]) for t in joined]
+        return tuple(t.flatten(0, 1) for t in joined)
 
 
 def _cut_extras(

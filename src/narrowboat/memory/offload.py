@@ -207,21 +207,29 @@ def map_scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Te
     """
     num_elements = shape.numel()
     num_bytes = max(1, num_elements * dtype.itemsize)
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise _full(folder, num_bytes, free)
     file, name = tempfile.mkstemp(prefix="narrowboat-", suffix=".scratch", dir=folder)
     try:
+        if num_bytes > shutil.disk_usage(folder).free:  # asking for it would fill the disk before failing
+            raise OSError(errno.ENOSPC, "no room")
         os.posix_fallocate(file, 0, num_bytes)  # a full disk is an error here, not a bus error later
         return torch.from_file(name, shared=True, size=num_elements, dtype=dtype).view(shape)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        free = shutil.disk_usage(folder).free
-        raise MachineError(
-            f"The scratch file needs {format_bytes(num_bytes)} more in {folder}; {format_bytes(free)} are free. Set "
-            "TMPDIR to a folder with room, or choose a plan whose inputs are not on disk."
-        ) from None
+        raise _full(folder, num_bytes, free) from None
     finally:
         os.close(file)
         os.unlink(name)
+
+
+def _full(folder: Path, num_bytes: int, free: int) -> MachineError:
+    return MachineError(
+        f"The scratch file needs {format_bytes(num_bytes)} more in {folder}; {format_bytes(free)} are free. Set "
+        "TMPDIR to a folder with room, or choose a plan whose inputs are not on disk."
+    )
 
 
 class StridedInputs:

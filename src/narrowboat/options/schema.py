@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    model_validator,
+)
 
 
 def _split_commas(value: object) -> object:
@@ -16,6 +25,9 @@ def _split_commas(value: object) -> object:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+Variants = Annotated[tuple[Literal["rslora", "dora", "fa"], ...], BeforeValidator(_split_commas)]
+RankEntry = Annotated[str, StringConstraints(pattern=r"^.+=[1-9]\d*(/\d+(\.\d+)?)?$")]
+RankEntries = Annotated[tuple[RankEntry, ...], BeforeValidator(_split_commas)]
 
 
 class Group(BaseModel):
@@ -35,6 +47,11 @@ class ModelOptions(Group):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the frozen weights; auto takes what the device does well."
     )
+    quantize: Literal["none", "nf4", "int8", "int8_weight"] = Field(
+        "none",
+        description="What the base's linear layers are held in. nf4: 4 bits with scales in 8 (bitsandbytes); int8: "
+        "and products in 8 bits (bitsandbytes); int8_weight: and products in model.dtype (torchao).",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to train; auto takes a CUDA card if there is one."
     )
@@ -53,6 +70,23 @@ class LoraOptions(Group):
         "all-linear for every linear layer but the head.",
     )
     bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained as well.")
+    variants: Variants = Field(
+        (),
+        description="rslora: scale by alpha / sqrt(rank); dora: direction and magnitude apart; fa: A stays as it "
+        "began, only B learns.",
+    )
+    init: Literal["default", "pissa", "loftq"] = Field(
+        "default",
+        description="How A and B begin. pissa: as the base's main directions; loftq: as what quantising took from it.",
+    )
+    rank_by_layer: RankEntries = Field(
+        (),
+        description="Other ranks for some modules, as where=rank or where=rank/alpha: 0-9=8 for layers by depth, "
+        "v_proj=32 as in targets. The scale stays that of lora.alpha and lora.rank unless alpha is given.",
+    )
+    modules_to_save: Names = Field(
+        (), description="Modules that are trained whole and saved with the adapter, as in targets: norm, lm_head."
+    )
 
 
 class DataOptions(Group):
@@ -94,6 +128,14 @@ class SegmentOptions(Group):
         "otherwise tokens.",
     )
     overlap_sides: Literal["before", "both"] = Field("before", description="Which neighbours a segment shows.")
+
+    @model_validator(mode="after")
+    def _overlap_leaves_room(self) -> SegmentOptions:
+        if self.max_tokens is not None and self.overlap_of(self.max_tokens) >= self.max_tokens:
+            raise ValueError(
+                f"segments.overlap is {self.overlap:g}, which leaves no room in segments.max_tokens: {self.max_tokens}"
+            )
+        return self
 
     def overlap_of(self, max_tokens: int) -> int:
         """The overlap in tokens, for segments of ``max_tokens``."""

@@ -44,7 +44,9 @@ class Workload:
 def forecast(work: Workload, plan: MemoryPlan) -> Reading:
     """The peak of the second step over one row of ``work.row_tokens``: optimizer states are there by then."""
     row = Row(np.zeros(work.row_tokens, dtype=np.int32), np.zeros(work.row_tokens, dtype=np.int32), (work.row_tokens,))
-    model = adapt(empty_base(work.config, work.dtype), work.options.lora, lambda event: None).model  # on meta
+    model = adapt(
+        empty_base(work.config, work.dtype, quantize=work.options.model.quantize), work.options.lora, lambda event: None
+    ).model  # on meta
     with FakeTensorMode(), ExitStack() as stack:
         _give_shapes(model)
         meter = stack.enter_context(Meter())

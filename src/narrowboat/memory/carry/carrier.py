@@ -98,6 +98,29 @@ class Carrier:
         """The next segment's part; the arguments are ``Handover``'s."""
         return Handover(self.rules, before, num_tokens, hands_on, self.rotation, later, handed, wants_gradients)
 
+    def check_positions(self, document_tokens: int, segment_tokens: int) -> None:
+        """Refuse what the model has no positions for.
+
+        Args:
+            document_tokens: of the longest document.
+            segment_tokens: of the longest segment.
+
+        Raises:
+            OptionError: with what would do.
+        """
+        if self.max_positions is None:
+            return
+        if self.rotation is None and document_tokens > self.max_positions:
+            raise OptionError(
+                f"The longest document has {document_tokens:,} tokens, the model {self.max_positions:,} positions; set "
+                "carry.positions: rebased, so that positions count from what is carried."
+            )
+        if self.rotation is not None and self.num_tokens + segment_tokens > self.max_positions:
+            raise OptionError(
+                f"carry.budget {self.num_tokens:,} and segments of {segment_tokens:,} tokens are more than the model's "
+                f"{self.max_positions:,} positions; lower carry.budget or segments.max_tokens."
+            )
+
     def _describe(self, num_windowed: int) -> str:
         options = self.options
         windowed = f"; {num_windowed} layers with a sliding window carry that window" if num_windowed else ""

@@ -118,8 +118,8 @@ class Handover:
         )
         self.links = []
         for i, rule in enumerate(rules):
-            source = None if handed is None else handed.layers[i]
-            into = None if later is None or source is None or later[i] is None else (source.source, later[i])
+            kept, wanted = None if handed is None else handed.layers[i], None if later is None else later[i]
+            into = None if kept is None or wanted is None else (kept.source, wanted)
             self.links.append(LayerLink(self._segment, rule, before.layers[i], into))
 
     def positions(self, device: torch.device) -> torch.Tensor:
@@ -240,7 +240,7 @@ class LayerLink:
         pages, source = make_pages(old, keys[:, own], values[:, own], choice.index, rules.storage, rules.page_tokens)
 
         of = (candidates.positions, candidates.segments, choice.marks, angles)
-        return Kept(pages, *(t.gather(1, source) for t in of), source=source)
+        return Kept(pages, *(t.gather(1, source) for t in of), source)
 
     def _candidates(self, keys: torch.Tensor) -> tuple[Candidates, torch.Tensor]:
         """What can be chosen from, and the positions at which all keys were made."""

@@ -54,9 +54,11 @@ class Choice:
 
 
 class Policy(Protocol):
-    """Chooses at most ``num_tokens``. ``num_observed``: of how many of a segment's last queries it wants to know."""
+    """Chooses at most ``num_tokens``."""
 
-    num_observed: int
+    @property
+    def num_observed(self) -> int:
+        """Of how many of a segment's last queries it wants to know."""
 
     def choose(self, candidates: Candidates, num_tokens: int) -> Choice:
         """Called also where all candidates fit, so that it can note what it saw."""

@@ -42,7 +42,7 @@ class Rotation:
                 f"{name}'s rotary embedding ({kind}) changes with the length; use carry.positions: kept."
             )
         rotation = cls(buffers[0])
-        if not is_fake(anatomy.embedding.weight) and not rotation._is_right_for(anatomy):
+        if not is_fake(next(anatomy.embedding.parameters())) and not rotation._is_right_for(anatomy):
             raise AnatomyError(
                 f"{name} turns its keys in another way than by halves of a head; use carry.positions: kept."
             )
@@ -67,7 +67,7 @@ class Rotation:
 def _first_key(anatomy: Anatomy, position: int) -> torch.Tensor:
     """``[1, kv heads, 1, size]``: what the first layer makes of one token."""
     cache = DynamicCache()
-    device = anatomy.embedding.weight.device
+    device = next(anatomy.embedding.parameters()).device
     ids, places = torch.tensor([[5]], device=device), torch.tensor([[position]], device=device)
     arguments = {cache_name(anatomy.backbone, anatomy.backbone.forward): cache}
 
