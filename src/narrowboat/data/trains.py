@@ -106,6 +106,16 @@ class Trains(Rows):
         numbers = self.store.column("segment")[self._members] + 1
         return (int(ends.max()), int(numbers.max())) if len(ends) else (0, 0)
 
+    def share_beyond(self, budget_tokens: int, retention_ratio: float = 1.0) -> float:
+        """Which share of the documents' tokens is more than a carry of ``budget_tokens`` holds at their ends."""
+        documents = self.store.column("document")[self._members]
+        lengths = np.zeros(int(documents.max()) + 1, np.int64)
+        np.maximum.at(
+            lengths, documents, self.store.column("offset")[self._members] + self.store.lengths[self._members]
+        )
+        kept = np.minimum(np.ceil(lengths * retention_ratio), budget_tokens)
+        return float(1 - kept.sum() / lengths.sum())
+
     @property
     def longest_segment(self) -> int:
         """Tokens of the longest one."""

@@ -122,6 +122,20 @@ class Carrying:
         self._stop(train, carry)
         return losses
 
+    @torch.no_grad()
+    def read(self, train: Train, model: Any) -> tuple[Stretch, Handover]:
+        """Take a document through ``model`` and leave its last segment open, for text to be written on."""
+        carry, stretches = self.carrier.start(), list(self._stretches(train))
+        for stretch in stretches:
+            is_last = stretch is stretches[-1]
+            handover = self.carrier.handover(carry, stretch.num_tokens, not is_last, leaves_open=is_last)
+            model(
+                input_ids=stretch.input_ids, shift_labels=stretch.silent.targets, num_items_in_batch=1,
+                position_ids=handover.positions(self._device), dropout_seeds=[0], carry=handover,
+            )  # fmt: skip
+            carry = handover.after
+        return stretch, handover
+
     def state_dict(self) -> dict[str, Any]:
         """The carry of a document in whose middle the last step ended."""
         return {"document": self._document, "carries": [carry.state() for carry in self._open.values()]}

@@ -13,12 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.data.batches import MicroBatch, collate, group_rows
-from narrowboat.data.examples import Row
+from narrowboat.data.examples import IGNORED, Row
 from narrowboat.data.trains import Train
 from narrowboat.engine.carrying import Carrying, Stretch
 from narrowboat.engine.scaling import LossScale
@@ -26,6 +29,7 @@ from narrowboat.events import Notice, Tell
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.install import Installed, install
+from narrowboat.memory.linear_loss import shift
 from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, cause
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.account import account, describe
@@ -44,6 +48,14 @@ class Outcome:
     num_micro_batches: int
     was_skipped: bool = False
     loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """Losses in nats ``[learnt tokens]`` and the places in their documents at which they were predicted."""
+
+    losses: NDArray[np.float32]
+    places: NDArray[np.int32]
 
 
 class Engine:
@@ -152,6 +164,34 @@ class Engine:
                     total += float(self._loss(batch, 1, [0] * len(group)))
                     num_supervised += batch.num_supervised
         return total, num_supervised
+
+    @torch.no_grad()
+    def token_losses(self, row: Row) -> TokenLosses:
+        """The loss of each learnt token of ``row``, with the place in its document at which it was predicted."""
+        self.model.eval()
+        if self.carrying is None:
+            batch = collate([row], self._pad_id).to(self.device)
+            losses = [self._model_losses(batch.input_ids, shift(batch.labels), batch.position_ids, batch.lengths)]
+            targets = shift(batch.labels)[0].cpu().numpy()
+        else:
+            train = _as_train(row)
+            losses, targets = self.carrying.evaluate(train, self._segment_losses), train.targets
+        learnt = targets != IGNORED
+        return TokenLosses(torch.cat(losses).float().cpu().numpy()[learnt], row.position_ids[learnt])
+
+    def _segment_losses(self, stretch: Stretch, handover: Handover) -> torch.Tensor:
+        positions = handover.positions(self.device)
+        return self._model_losses(stretch.input_ids, stretch.targets, positions, None, carry=handover)
+
+    def _model_losses(
+        self, input_ids: torch.Tensor, targets: torch.Tensor, position_ids: torch.Tensor, lengths: Any, **further: Any
+    ) -> torch.Tensor:
+        """``[tokens]``; 0 where nothing is learnt."""
+        out = self.model(
+            input_ids=input_ids, shift_labels=targets, position_ids=position_ids, lengths=lengths,
+            dropout_seeds=[0], fused_lm_head=True, **further,
+        )  # fmt: skip
+        return -out.log_probs[0]
 
     def _gradients_again(self, rows: Sequence[Row], seed: int) -> None:
         """The gradients at the weights' present values, without scale, not clipped."""

@@ -36,6 +36,9 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+USUAL_RANK = 16
+
+
 class ModelOptions(Group):
     """The model that learns."""
 
@@ -60,7 +63,11 @@ class ModelOptions(Group):
 class LoraOptions(Group):
     """The adapter."""
 
-    rank: int = Field(16, ge=1, le=4096, description="Rank of the two small matrices.")
+    rank: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
+        USUAL_RANK,
+        description="Rank of the two small matrices; auto: 8 to 16 by the share of tokens that dialogues.policy or "
+        "the carry leaves out, with alpha / rank as for 16.",
+    )
     alpha: float = Field(32.0, gt=0, description="Scale: what the adapter adds is multiplied by alpha / rank.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Share of the adapter's inputs zeroed while training.")
     targets: Names = Field(
@@ -326,6 +333,13 @@ class TrainOptions(Group):
     evaluate_every: int = Field(0, ge=0, description="Steps between held-out evaluations; 0 evaluates first and last.")
 
 
+class EvaluateOptions(Group):
+    """What ``narrowboat eval`` measures beside the loss."""
+
+    answers: int = Field(16, ge=0, description="Held-out answers that are generated and compared; 0 for none.")
+    answer_tokens: int = Field(64, ge=1, description="Longest generated answer in tokens.")
+
+
 class Options(Group):
     """The whole configuration: defaults, then the file, then the flags."""
 
@@ -339,3 +353,4 @@ class Options(Group):
     carry: CarryOptions = CarryOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     train: TrainOptions = TrainOptions()
+    evaluate: EvaluateOptions = EvaluateOptions()

@@ -94,9 +94,12 @@ class Carrier:
         later: tuple[Gradients | None, ...] | None = None,
         handed: Carry | None = None,
         wants_gradients: bool = False,
+        leaves_open: bool = False,
     ) -> Handover:
         """The next segment's part; the arguments are ``Handover``'s."""
-        return Handover(self.rules, before, num_tokens, hands_on, self.rotation, later, handed, wants_gradients)
+        return Handover(
+            self.rules, before, num_tokens, hands_on, self.rotation, later, handed, wants_gradients, leaves_open
+        )
 
     def check_positions(self, document_tokens: int, segment_tokens: int) -> None:
         """Refuse what the model has no positions for.

@@ -85,6 +85,7 @@ class _Segment:
     rotation: Rotation | None
     hands_on: bool
     wants_gradients: bool
+    leaves_open: bool
 
 
 class Handover:
@@ -99,6 +100,7 @@ class Handover:
         later: gradients of what this segment handed on, for each layer; None where there are none.
         handed: what it handed on, which these gradients belong to.
         wants_gradients: whether the gradients of what came before are wanted.
+        leaves_open: whether all keys and values stay at hand, for text to be written on behind the segment.
     """
 
     def __init__(
@@ -111,10 +113,11 @@ class Handover:
         later: tuple[Gradients | None, ...] | None = None,
         handed: Carry | None = None,
         wants_gradients: bool = False,
+        leaves_open: bool = False,
     ) -> None:
         base = before.num_carried if rotation is not None else before.num_tokens
         self._segment = _Segment(
-            before.num_segments, before.num_tokens, num_tokens, base, rotation, hands_on, wants_gradients
+            before.num_segments, before.num_tokens, num_tokens, base, rotation, hands_on, wants_gradients, leaves_open
         )
         self.links = []
         for i, rule in enumerate(rules):
@@ -164,9 +167,15 @@ class LayerLink:
         """Carried and own."""
         return self.num_carried + self._segment.num_tokens
 
+    @property
+    def keys_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that the segment's last token sees, ``[1, kv heads, carried + own, size]`` each, if left open."""
+        assert self._first is not None, "the segment is not left open"
+        return self._first
+
     def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put the carried tokens in front."""
-        if not self._is_chosen:
+        if not self._is_chosen or self._segment.leaves_open:
             self._first = keys, values
         if not self.num_carried:
             return
@@ -240,7 +249,8 @@ class LayerLink:
         pages, source = make_pages(old, keys[:, own], values[:, own], choice.index, rules.storage, rules.page_tokens)
 
         of = (candidates.positions, candidates.segments, choice.marks, angles)
-        return Kept(pages, *(t.gather(1, source) for t in of), source)
+        positions, segments, marks, angles = (t.gather(1, source) for t in of)
+        return Kept(pages, positions, segments, marks, angles, source)
 
     def _candidates(self, keys: torch.Tensor) -> tuple[Candidates, torch.Tensor]:
         """What can be chosen from, and the positions at which all keys were made."""

@@ -42,7 +42,8 @@ class Rotation:
                 f"{name}'s rotary embedding ({kind}) changes with the length; use carry.positions: kept."
             )
         rotation = cls(buffers[0])
-        if not is_fake(next(anatomy.embedding.parameters())) and not rotation._is_right_for(anatomy):
+        weight = next(anatomy.embedding.parameters())
+        if not (is_fake(weight) or weight.is_meta or rotation._is_right_for(anatomy)):
             raise AnatomyError(
                 f"{name} turns its keys in another way than by halves of a head; use carry.positions: kept."
             )
