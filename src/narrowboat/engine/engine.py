@@ -31,6 +31,7 @@ from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.install import Installed, install
 from narrowboat.memory.linear_loss import shift
 from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, cause
+from narrowboat.memory.schemes import Scheme
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.account import account, describe
 from narrowboat.optimizers.buckets import DuringBackward, HostStates
@@ -70,6 +71,7 @@ class Engine:
         tell: hears notices.
         scale: of the loss, for float16; None leaves it as it is.
         carrier: hands keys and values on; rows are then trains of segments, each of which goes through alone.
+        scheme: of attention that is not full; not together with a carrier.
     """
 
     def __init__(
@@ -82,12 +84,14 @@ class Engine:
         tell: Tell = lambda event: None,
         scale: LossScale | None = None,
         carrier: Carrier | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
         self.model, self.optimizer, self.scale = model, optimizer, scale
         self._pad_id, self._clip_norm, self._tell = pad_id, clip_norm, tell
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self.device = next(model.parameters()).device
         self._installed: Installed = install(model, plan, tell)
+        self._installed.scheme = scheme
         self.carrying = None if carrier is None else Carrying(carrier, self.device)
         self._states_are_told = False
         if isinstance(optimizer, HostStates):

@@ -18,6 +18,7 @@ from narrowboat.errors import AnatomyError
 from narrowboat.memory.kernels import Kernel, Scores, kernel_for
 from narrowboat.memory.layout import Layout, Piece
 from narrowboat.memory.meter import KEYS_VALUES, cause
+from narrowboat.memory.schemes import Scheme
 
 ATTENTION_NAME = "narrowboat"
 
@@ -87,6 +88,34 @@ class KeysValues:
             self._grads = None
 
 
+class SomeHeads:
+    """Some heads of a layer's keys and values."""
+
+    link = None
+
+    def __init__(self, whole: KeysValues, heads: slice) -> None:
+        self._whole, self._heads = whole, heads
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """See ``KeysValues``."""
+        return None if self._whole.keys is None else self._whole.keys[:, self._heads]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """See ``KeysValues``."""
+        return None if self._whole.values is None else self._whole.values[:, self._heads]
+
+    @property
+    def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``KeysValues``."""
+        keys, values = self._whole.grads
+        return keys[:, self._heads], values[:, self._heads]
+
+    def tile_done(self, start: int) -> None:
+        """Nothing is carried where attention is sparse."""
+
+
 class HandedOver(Exception):
     """Raised by a tile once a layer has handed over its keys and values and nothing more is wanted of it."""
 
@@ -99,18 +128,26 @@ class Tile:
     """
 
     is_compileable = False
+    scheme: Scheme | None = None
 
     def __init__(
         self, layout: Layout, start: int, stop: int, keys_values: KeysValues | None, stop_at_keys: bool = False
     ) -> None:
         self.layout, self.start, self.stop = layout, start, stop
-        self.keys_values = keys_values
+        self.keys_values: KeysValues | SomeHeads | None = keys_values
         self._stop_at_keys = stop_at_keys
         self._handed_over: torch.Tensor | None = None
 
+    def of_heads(self, heads: slice, layout: Layout) -> Tile:
+        """The same tokens for some key/value heads, with what these see."""
+        tile = Tile(layout, self.start, self.stop, None)
+        if isinstance(self.keys_values, KeysValues):
+            tile.keys_values = SomeHeads(self.keys_values, heads)
+        return tile
+
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Transformers' cache interface: take the tile's keys and values, give back what attention shall see."""
-        if self.keys_values is not None:
+        if isinstance(self.keys_values, KeysValues):
             self.keys_values.write(keys, values, self.start)
         if self._stop_at_keys:
             raise HandedOver
@@ -154,9 +191,21 @@ def attend(
         )
     attention_mask.check(key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = Scores(float(scale), softcap, sliding_window)
-    out = _AttendTile.apply(query, key, value, s_aux, attention_mask, scores)
-    return out.transpose(1, 2), None
+    scheme = attention_mask.scheme
+    if scheme is None:
+        scores = Scores(float(scale), softcap, sliding_window)
+        out = _AttendTile.apply(query, key, value, s_aux, attention_mask, scores)
+        return out.transpose(1, 2), None
+    windows = [window for window in (sliding_window, None if scheme.is_shifted else scheme.window) if window]
+    scores = Scores(float(scale), softcap, min(windows, default=None))
+    group = query.shape[1] // key.shape[1]
+    parts = []
+    for heads, layout in scheme.parts(attention_mask.layout, key.shape[1]):
+        queries = slice(heads.start * group, heads.stop * group)
+        sinks = None if s_aux is None else s_aux[queries]
+        tile = attention_mask.of_heads(heads, layout)
+        parts.append(_AttendTile.apply(query[:, queries], key[:, heads], value[:, heads], sinks, tile, scores))
+    return torch.cat(parts, 1).transpose(1, 2), None
 
 
 def register() -> None:

@@ -34,6 +34,7 @@ from narrowboat.memory.linear_loss import Measures, linear_loss, shift
 from narrowboat.memory.offload import InputStore, StridedInputs, input_store
 from narrowboat.memory.recompute import recompute_layer
 from narrowboat.memory.router import Routers
+from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.tail import Tail
 from narrowboat.memory.unread import Unread
 from narrowboat.memory.weight_stream import WeightStream
@@ -89,6 +90,7 @@ class Installed:
     Attributes:
         anatomy: the model's parts.
         plan: the plan that it runs under.
+        scheme: of attention that is not full.
         run_layer: runs a layer instead of the plan while it is not None: ``(index, call, input) -> output``.
     """
 
@@ -98,6 +100,7 @@ class Installed:
         self._config, self._tell = text_config(self._causal), tell
         self._check(plan)
         self.plan = plan
+        self.scheme: Scheme | None = None
         self.run_layer: Callable[[int, LayerCall, torch.Tensor], torch.Tensor] | None = None
         self._undo = ExitStack()
         self._whereabouts = Whereabouts()
@@ -296,6 +299,7 @@ class Installed:
             visit=partial(self._weights.visit_layer, index),
             attends=self._layers[index].attention is not None,
             link=link,
+            scheme=self._scheme_now,
             unread=self._unread[index],
         )
         if self.run_layer is not None:
@@ -311,6 +315,11 @@ class Installed:
             link.hand_on(is_last_use=is_kept or not torch.is_grad_enabled())
         batch.further_outputs += further
         return out
+
+    @property
+    def _scheme_now(self) -> Scheme | None:
+        shifted = self.scheme is not None and self.scheme.is_shifted
+        return None if shifted and not self._causal.training else self.scheme
 
     def _under_our_rules(self, module: torch.nn.Module, own_forward: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's own forward, with our attention and without its own checkpointing.

@@ -30,6 +30,7 @@ from narrowboat.memory.attention import HandedOver, KeysValues, Link, Tile
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause
 from narrowboat.memory.offload import Held, InputStore
+from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.unread import Unread
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -53,6 +54,7 @@ class LayerCall:
         attends: whether the layer has attention.
         link: to the segments before and after, where keys and values are carried; ``layout`` counts the carried
             tokens, and everything else begins behind them.
+        scheme: of attention that is not full.
         unread: knows the projections that a second run may leave out; None leaves out nothing.
     """
 
@@ -67,10 +69,11 @@ class LayerCall:
         visit: Callable[[], AbstractContextManager[None]] = nullcontext,
         attends: bool = True,
         link: Link | None = None,
+        scheme: Scheme | None = None,
         unread: Unread | None = None,
     ) -> None:
         self.layer, self.layout, self._link = layer, layout, link
-        self._first = 0 if link is None else link.num_carried
+        self._first, self._scheme = 0 if link is None else link.num_carried, scheme
         self._forward, self._before, self.collect, self.visit = forward, before, collect, visit
         self._attends, self._unread = attends, unread
         dropped = (*CACHE_NAMES, "use_cache", *(("attention_mask",) if attends else ()))
@@ -133,7 +136,9 @@ class LayerCall:
         all_tokens = self.layout.num_tokens - self._first
         num_tokens = min(PROBE_TOKENS, all_tokens)
         layout = Layout(all_tokens, (((0, num_tokens),),) * like.shape[0])
-        call = LayerCall(self.layer, self._forward, self._arguments, layout, self._before, self.collect)
+        call = LayerCall(
+            self.layer, self._forward, self._arguments, layout, self._before, self.collect, scheme=self._scheme
+        )
         generator = torch.Generator(like.device).manual_seed(0)
         x, seed = (torch.empty_like(like[:, :num_tokens]).normal_(generator=generator) for _ in range(2))
         keys_values = KeysValues(num_tokens)
@@ -144,6 +149,7 @@ class LayerCall:
 
     def _run(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
         self._before(tile.start - self._first, tile.stop - self._first)
+        tile.scheme = self._scheme
         arguments = {name: self._cut(name, value, tile) for name, value in self._arguments.items()}
         if tile.keys_values is not None:
             arguments[self._cache_name] = tile

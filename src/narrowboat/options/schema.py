@@ -12,8 +12,10 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     ConfigDict,
+    Discriminator,
     Field,
     StringConstraints,
+    Tag,
     TypeAdapter,
     model_validator,
 )
@@ -37,6 +39,11 @@ class Group(BaseModel):
 
 
 USUAL_RANK = 16
+Rank = Annotated[
+    Annotated[int, Field(ge=1, le=4096), Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if value == "auto" else "number"),
+]
+"""A number, or auto."""
 
 
 class ModelOptions(Group):
@@ -60,10 +67,21 @@ class ModelOptions(Group):
     )
 
 
+class AttentionOptions(Group):
+    """What each token sees of its row; less than all of it is cheaper, and another result."""
+
+    scheme: Literal["full", "window", "shifted"] = Field(
+        "full",
+        description="full; window: the last attention.window tokens in every layer; shifted: half of the heads in "
+        "groups of so many tokens, the others half a group further on, while training (LongLoRA).",
+    )
+    window: int = Field(2048, ge=2, description="Tokens of the window or group.")
+
+
 class LoraOptions(Group):
     """The adapter."""
 
-    rank: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
+    rank: Rank = Field(
         USUAL_RANK,
         description="Rank of the two small matrices; auto: 8 to 16 by the share of tokens that dialogues.policy or "
         "the carry leaves out, with alpha / rank as for 16.",
@@ -344,6 +362,7 @@ class Options(Group):
     """The whole configuration: defaults, then the file, then the flags."""
 
     model: ModelOptions = ModelOptions()
+    attention: AttentionOptions = AttentionOptions()
     lora: LoraOptions = LoraOptions()
     data: DataOptions = DataOptions()
     segments: SegmentOptions = SegmentOptions()
