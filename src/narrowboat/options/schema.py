@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 
 def _split_commas(value: object) -> object:
@@ -104,6 +113,14 @@ class DataOptions(Group):
     )
     cache: str = Field("", description="Folder for prepared data; in the user's cache folder if not given.")
     workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 for one a core.")
+
+    @field_validator("columns")
+    @classmethod
+    def _columns_are_pairs(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
+        wrong = [pair for pair in columns if not all(pair.partition("="))]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no pair; write it like text=body")
+        return columns
 
 
 class SegmentOptions(Group):
