@@ -93,7 +93,7 @@ class Account:
             "characters have no token in this tokenizer; no model can see them": self.num_lost,
             "dialogues end with no end-of-turn token under this chat template: nothing teaches to stop": self.num_open,
             "turns were joined to the turn before by the same speaker": self.num_joined_turns,
-            "system prompts went to the head of the first question, as the template takes none": self.num_folded_systems,
+            "system prompts went to the head of the first question: the template takes none": self.num_folded_systems,
         }
         yield from (f"{num:,} {text}" for text, num in counted.items() if num)
         if self.left_out_files:
