@@ -246,7 +246,7 @@ def test_the_cache_is_hit_missed_and_made_again(tokenizer, folder, options_for, 
     found = prepare(options, tokenizer, 8192, second, cache)
     assert "prepared and kept" in first
     assert "prepared before" in second
-    assert "1 files are of kinds that are not read" in second  # what was said once is said again
+    assert "1 files and folders are of kinds that are not read: 1 .png" in second  # what was said once is said again
     assert found.account == made.account
     assert token_ids(found) == token_ids(made) == token_ids(prepare(options, tokenizer, 8192, Said()))
 

@@ -35,7 +35,7 @@ class Account:
     num_broken: int = 0
     broken: list[tuple[str, str]] = field(default_factory=list)  # the first ones' place and reason
     formats: Counter[str] = field(default_factory=Counter)  # records by the format they were read as
-    left_out_files: Counter[str] = field(default_factory=Counter)  # by suffix
+    left_out_files: Counter[str] = field(default_factory=Counter)  # by suffix, and folders by name
     num_compressed: int = 0  # dialogues of which turns were left out
     compressed_from_tokens: int = 0
     compressed_to_tokens: int = 0
@@ -98,7 +98,7 @@ class Account:
         yield from (f"{num:,} {text}" for text, num in counted.items() if num)
         if self.left_out_files:
             names = ", ".join(f"{num:,} {suffix}" for suffix, num in self.left_out_files.most_common(8))
-            yield f"{self.left_out_files.total():,} files are of kinds that are not read: {names}"
+            yield f"{self.left_out_files.total():,} files and folders are of kinds that are not read: {names}"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: the counts, and both sides of the equation."""
