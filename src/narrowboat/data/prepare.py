@@ -20,7 +20,7 @@ from narrowboat.data import cache
 from narrowboat.data.account import Account
 from narrowboat.data.keyframes import AttentionMass
 from narrowboat.data.making import Maker
-from narrowboat.data.packing import best_fit
+from narrowboat.data.packing import row_numbers
 from narrowboat.data.reading import Broken, Progress, Record, blocks, read
 from narrowboat.data.records import Document, Text, to_document
 from narrowboat.data.sources import Source, find
@@ -86,8 +86,8 @@ def prepare(
         train: Rows = Trains(store, stretches(store, train_numbers, most_tokens))
         heldout: Rows = Trains(heldout_store, stretches(heldout_store, heldout_numbers, None))
     else:
-        train = Rows(store, _pack(store, train_numbers, options))
-        heldout = Rows(heldout_store, [[number] for number in heldout_numbers.tolist()])
+        train = Rows.packed(store, train_numbers, _pack(store.lengths[train_numbers], options))
+        heldout = Rows.packed(heldout_store, heldout_numbers, np.arange(len(heldout_numbers)))
     account.num_rows = len(train)
     account.row_tokens, account.filled_tokens = int(train.lengths.max()), int(train.lengths.sum())
     lengths = store.lengths if store is heldout_store else np.concatenate([store.lengths, heldout_store.lengths])
@@ -247,9 +247,8 @@ def _split(store: Store, share: float, seed: int) -> tuple[NDArray[np.int64], ND
     return np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout)
 
 
-def _pack(store: Store, numbers: NDArray[np.int64], options: Options) -> list[list[int]]:
+def _pack(lengths: NDArray[np.int32], options: Options) -> NDArray[np.int64]:
+    """The row of each example."""
     if not options.packing.enabled:
-        return [[number] for number in numbers.tolist()]
-    lengths = store.lengths[numbers]
-    row_tokens = options.packing.row_tokens or int(lengths.max())
-    return [numbers[group].tolist() for group in best_fit(lengths, row_tokens)]
+        return np.arange(len(lengths))
+    return row_numbers(lengths, options.packing.row_tokens or int(lengths.max()))
