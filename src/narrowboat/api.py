@@ -19,18 +19,22 @@ import torch
 
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared, prepare
+from narrowboat.data.trains import Trains, TrainSchedule
 from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import Interrupted, OptionError
+from narrowboat.evaluate.compare import Comparison, compare
 from narrowboat.events import DataReady, Event, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
 from narrowboat.machine.hardware import describe_device, device_memory, pick_device
 from narrowboat.machine.precision import Precision, choose_precision, name_of
+from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.gauge import Gauge
 from narrowboat.memory.install import install
 from narrowboat.memory.meter import Meter as meter
-from narrowboat.model.adapters import Adapted, adapt, save_adapter
+from narrowboat.model.adapters import Adapted, adapt, load_adapter_state, save_adapter
 from narrowboat.model.base import (
     check_weights,
+    empty_base,
     hush_transformers,
     load_base,
     load_config,
@@ -38,17 +42,20 @@ from narrowboat.model.base import (
     weight_reader,
 )
 from narrowboat.model.export import base_of, copy_adapter, merge
+from narrowboat.model.rank import choose_rank
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
+from narrowboat.plan import MemoryPlan
+from narrowboat.planner.carried import CarriedWork, choose_carried
 from narrowboat.planner.forecast import Workload
 from narrowboat.planner.search import Choice, choose
 from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
 from narrowboat.train.loop import Course, run
 
-__all__ = ["export", "install", "meter", "train"]
+__all__ = ["evaluate", "export", "install", "meter", "train"]
 
 OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, REPORT = (
     "options.yaml", "plan.json", "checkpoints", "adapter", "report.html",
@@ -146,6 +153,7 @@ class _Job:
         tokenizer = load_tokenizer(options.model.name, self.tell)
         data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, self.tell)
         self.tell(DataReady(data.account.as_dict()))
+        options = self.options = with_rank(options, data, config, device, self.tell)
         course = self._course(data)
         budget_bytes = options.memory.budget or int(0.9 * device_memory(device).free_bytes)
         choice = self._choose_plan(config, precision, course, budget_bytes)
@@ -158,15 +166,28 @@ class _Job:
         adapted = self._load_model(precision, device)
         scale = loss_scale(options.optimizer, precision.compute.dtype)
         optimizer = build_optimizer(options.optimizer, adapted.model.named_parameters(), self.tell)
+        carry = None
         if found:
-            restore(found[0], adapted.model, optimizer)
+            carry = restore(found[0], adapted.model, optimizer)
+        carrier = carrier_for(adapted.model, options, data, device, self.tell)
         with ExitStack() as stack:
             self._gauge = stack.enter_context(Gauge(device, budget_bytes))
             self._gauge.watch_model(adapted.model)
             pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
             engine = stack.enter_context(
-                Engine(adapted.model, optimizer, choice.plan, pad_id, options.optimizer.clip_norm, self.tell, scale)
+                Engine(
+                    adapted.model,
+                    optimizer,
+                    choice.plan,
+                    pad_id,
+                    options.optimizer.clip_norm,
+                    self.tell,
+                    scale,
+                    carrier,
+                )
             )
+            if engine.carrying is not None and carry:
+                engine.carrying.load_state_dict(carry)
             checkpoints = self.folder / CHECKPOINTS
             self._position, self._last_loss = run(
                 engine, course, options, self._gauge, position, checkpoints, self.tell
@@ -195,14 +216,27 @@ class _Job:
 
     def _course(self, data: Prepared) -> Course:
         train = self.options.train
-        schedule = StepSchedule(data.train.lengths, train.batch_tokens, train.seed, train.longest_first)
+        schedule: StepSchedule | TrainSchedule
+        if isinstance(data.train, Trains):
+            schedule = TrainSchedule(data.train, train.batch_tokens, train.seed)
+        else:
+            schedule = StepSchedule(data.train.lengths, train.batch_tokens, train.seed, train.longest_first)
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
 
     def _choose_plan(self, config: object, precision: Precision, course: Course, budget_bytes: int) -> Choice:
         longest = max(int(rows.lengths.max()) for rows in (course.rows, course.heldout) if len(rows))
-        work = Workload(config, self.options, precision.base.dtype, longest)
-        choice = choose(work, budget_bytes, self.options.memory.plan)
+        trains = [rows for rows in (course.rows, course.heldout) if isinstance(rows, Trains) and len(rows)]
+        if trains:
+            longest = max(rows.longest_segment for rows in trains)
+            carried = CarriedWork(
+                config, self.options, precision.base.dtype, longest, max(rows.longest_document[1] for rows in trains),
+                device_memory(pick_device(self.options.model.device)).total_bytes,
+            )  # fmt: skip
+            choice = Choice(*choose_carried(carried, budget_bytes, self.options.memory.plan))
+        else:
+            work = Workload(config, self.options, precision.base.dtype, longest)
+            choice = choose(work, budget_bytes, self.options.memory.plan)
         (self.folder / PLAN_FILE).write_text(choice.plan.model_dump_json(indent=1), encoding="utf-8")
         self.tell(
             PlanChosen(
@@ -214,6 +248,15 @@ class _Job:
             )
         )
         return choice
+
+    def _carrier(self, adapted: Adapted, course: Course, device: torch.device) -> Carrier | None:
+        if not self.options.carry.is_on:
+            return None
+        carrier = Carrier(adapted.model, self.options.carry, device_memory(device).total_bytes, self.tell)
+        for rows in (course.rows, course.heldout):
+            if isinstance(rows, Trains):
+                carrier.check_positions(rows.longest_document[0], rows.longest_segment)
+        return carrier
 
     def _load_model(self, precision: Precision, device: torch.device) -> Adapted:
         model, _ = load_base(self.options.model, precision, device, self.tell)
@@ -231,6 +274,59 @@ class _Job:
             )
         )
         return adapted
+
+
+def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
+    """Measure the adapter of the run in ``folder`` against its base model, under the run's own options.
+
+    Raises:
+        OptionError: the folder holds no run.
+        NarrowboatError: what else was refused.
+    """
+    if not (folder / OPTIONS_FILE).is_file() or not (folder / ADAPTER).is_dir():
+        raise OptionError(f"{folder} holds no finished run: {OPTIONS_FILE} and {ADAPTER}/ are looked for.")
+    options = load.load(folder / OPTIONS_FILE)
+    hush_transformers()
+    device = pick_device(options.model.device)
+    found = newest_checkpoint(folder / CHECKPOINTS, tell)
+    precision = choose_precision(found[1].dtype if found else options.model.dtype, device)  # type: ignore[arg-type]
+    config, tokenizer = load_config(options.model.name, tell), load_tokenizer(options.model.name, tell)
+    data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, tell)
+    options = with_rank(options, data, config, device, tell)
+    model, _ = load_base(options.model, precision, device, tell)
+    adapted = adapt(model, options.lora, tell).model
+    load_adapter_state(adapted, folder / ADAPTER)
+    plan = MemoryPlan.model_validate_json((folder / PLAN_FILE).read_text(encoding="utf-8"))
+    carrier = carrier_for(adapted, options, data, device, tell)
+    with Engine(adapted, None, plan, tokenizer.pad_token_id or 0, tell=tell, carrier=carrier) as engine:
+        return compare(engine, adapted, data.heldout, tokenizer, options.evaluate)
+
+
+def carrier_for(
+    model: torch.nn.Module, options: Options, data: Prepared, device: torch.device, tell: Tell
+) -> Carrier | None:
+    """What carries for ``data``, which is looked at for what the model has no positions for; None without a carry."""
+    if not options.carry.is_on:
+        return None
+    carrier = Carrier(model, options.carry, device_memory(device).total_bytes, tell)
+    for rows in (data.train, data.heldout):
+        if isinstance(rows, Trains):
+            carrier.check_positions(rows.longest_document[0], rows.longest_segment)
+    return carrier
+
+
+def with_rank(options: Options, data: Prepared, config: Any, device: torch.device, tell: Tell) -> Options:
+    """``options`` with a number where lora.rank says auto: by what the carry, or else dialogues.policy, leaves out."""
+    if options.lora.rank != "auto":
+        return options
+    why = f"dialogues.policy {options.dialogues.policy}"
+    num_read, num_left = data.account.compressed_from_tokens, data.account.compressed_to_tokens
+    dropped = 1 - num_left / num_read if num_read else 0.0
+    if isinstance(data.train, Trains):
+        why = f"carry.policy {options.carry.policy}"
+        carrier = Carrier(empty_base(config, torch.bfloat16), options.carry, device_memory(device).total_bytes)
+        dropped = data.train.share_beyond(carrier.num_tokens, options.carry.retention_ratio)
+    return options.model_copy(update={"lora": choose_rank(options.lora, dropped, why, tell)})
 
 
 def _refuse_other_run(folder: Path, resume: bool) -> None:

@@ -179,6 +179,18 @@ def export(
     print(json.dumps(done) if as_json else f"{out}: {format_bytes(done['num_bytes'])}")
 
 
+@app.command("eval")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="A run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result for machines.")] = False,
+) -> None:
+    """Measure a run's adapter against its base model on held-out data."""
+    from narrowboat import api
+
+    found = api.evaluate(folder)
+    print(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(found.lines()))
+
+
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     """Write report.html from a run's events."""

@@ -25,6 +25,7 @@ from narrowboat.data.reading import Broken, Progress, Record, blocks, read
 from narrowboat.data.records import Document, Text, to_document
 from narrowboat.data.sources import Source, find
 from narrowboat.data.store import Rows, Store, shifted
+from narrowboat.data.trains import Trains, stretches
 from narrowboat.data.workers import make_all, num_workers
 from narrowboat.errors import DataError
 from narrowboat.events import Notice, Tell
@@ -80,8 +81,13 @@ def prepare(
     else:
         heldout_store = store
         train_numbers, heldout_numbers = _split(store, options.data.heldout_share, options.train.seed)
-    train = Rows(store, _pack(store, train_numbers, options))
-    heldout = Rows(heldout_store, [[number] for number in heldout_numbers.tolist()])
+    if options.carry.is_on:
+        most_tokens = None if options.carry.gradient_segments is None else options.train.batch_tokens
+        train: Rows = Trains(store, stretches(store, train_numbers, most_tokens))
+        heldout: Rows = Trains(heldout_store, stretches(heldout_store, heldout_numbers, None))
+    else:
+        train = Rows(store, _pack(store, train_numbers, options))
+        heldout = Rows(heldout_store, [[number] for number in heldout_numbers.tolist()])
     account.num_rows = len(train)
     account.row_tokens, account.filled_tokens = int(train.lengths.max()), int(train.lengths.sum())
     lengths = store.lengths if store is heldout_store else np.concatenate([store.lengths, heldout_store.lengths])
@@ -130,6 +136,7 @@ class _Preparation:
             "data": options.data.model_dump(include={"format", "columns", "learn"}),
             "segments": options.segments.model_dump(),
             "dialogues": options.dialogues.model_dump(),
+            "carries": options.carry.is_on,
         }
         folder = cache_folder / cache.key_of(sources, self.tokenizer, settings)
         found = cache.find(folder)
@@ -247,6 +254,9 @@ def _tell(account: Account, tell: Tell, key: str) -> None:
         )
     if account.num_lost:
         tell(Notice(f"{key}: the tokenizer has no token for {account.num_lost:,} characters; no model can see them"))
+    if account.num_open:
+        text = "dialogues end without an end-of-turn token, as the chat template renders them: nothing teaches to stop"
+        tell(Notice(f"{key}: {account.num_open:,} {text}"))
     if account.num_joined_turns:
         tell(Notice(f"{key}: {account.num_joined_turns:,} turns joined to the turn before by the same speaker"))
     if account.num_folded_systems:

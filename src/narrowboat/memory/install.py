@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from narrowboat.errors import AnatomyError, ModelError
 from narrowboat.events import Tell
 from narrowboat.memory import attention
+from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.dropout import PlacedDropout, Whereabouts
 from narrowboat.memory.forwards import forward_of
 from narrowboat.memory.layer_stream import LayerCall, stream_layer
@@ -33,6 +34,7 @@ from narrowboat.memory.linear_loss import Measures, linear_loss, shift
 from narrowboat.memory.offload import InputStore, StridedInputs, input_store
 from narrowboat.memory.recompute import recompute_layer
 from narrowboat.memory.router import Routers
+from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.tail import Tail
 from narrowboat.memory.unread import Unread
 from narrowboat.memory.weight_stream import WeightStream
@@ -63,6 +65,12 @@ class _Given:
 
     lengths: Sequence[Sequence[int]] | None = None
     seeds: Sequence[int] | None = None
+    carry: Handover | None = None
+
+    @property
+    def offset(self) -> int:
+        """Place of the first token in its document: dropout follows from it."""
+        return 0 if self.carry is None else self.carry.offset
 
 
 @dataclass
@@ -72,6 +80,7 @@ class _MicroBatch:
     layout: Layout
     seeds: Sequence[int]
     inputs: InputStore
+    given: _Given
     further_outputs: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -81,6 +90,7 @@ class Installed:
     Attributes:
         anatomy: the model's parts.
         plan: the plan that it runs under.
+        scheme: of attention that is not full.
         run_layer: runs a layer instead of the plan while it is not None: ``(index, call, input) -> output``.
     """
 
@@ -90,6 +100,7 @@ class Installed:
         self._config, self._tell = text_config(self._causal), tell
         self._check(plan)
         self.plan = plan
+        self.scheme: Scheme | None = None
         self.run_layer: Callable[[int, LayerCall, torch.Tensor], torch.Tensor] | None = None
         self._undo = ExitStack()
         self._whereabouts = Whereabouts()
@@ -177,13 +188,15 @@ class Installed:
         lengths: Sequence[Sequence[int]] | None = None,
         dropout_seeds: Sequence[int] | None = None,
         fused_lm_head: bool = False,
+        carry: Handover | None = None,
         **kwargs: Any,
     ) -> Any:
         """The causal language model's forward: with labels, only the loss.
 
         Beside transformers' arguments it takes ``loss_weights`` ``[batch, tokens]``, aligned with the targets;
-        ``lengths``, the documents of each row; ``dropout_seeds``, a number for each row; and TRL's
-        ``fused_lm_head``, which wants each token's log-probability.
+        ``lengths``, the documents of each row; ``dropout_seeds``, a number for each row; TRL's ``fused_lm_head``,
+        which wants each token's log-probability; and ``carry``, where the one row is a segment that sees what earlier
+        segments of its document left.
         """
         inputs = {
             "input_ids": input_ids,
@@ -196,13 +209,13 @@ class Installed:
             with self._visit_head_for_logits():
                 return own_forward(**inputs, **{k: v for k, v in wanted.items() if v is not None}, **kwargs)
         targets = shift(cast(torch.Tensor, labels)) if shift_labels is None else shift_labels
-        self._given = given = _Given(lengths, dropout_seeds)
+        self._given = given = _Given(lengths, dropout_seeds, carry)
         try:
             with self._tail.left_to_the_loss():
                 out = self.anatomy.backbone(**inputs, **_for_backbone(kwargs))
         finally:
             self._given = None
-        at = partial(self._at_chunk, given.seeds or (), targets.shape[1])
+        at = partial(self._at_chunk, given.seeds or (), given.offset, targets.shape[1])
         measures = Measures.like(targets) if fused_lm_head else None
         with self._weights.visit_head():
             losses = linear_loss(
@@ -254,10 +267,10 @@ class Installed:
         layout = Layout.of(tokens.shape[0], tokens.shape[1], mask, positions, given.lengths)
         self._refuse_unseparated(layout)
         given.seeds = seeds = self._draw_seeds(tokens) if given.seeds is None else list(given.seeds)
-        self._at(seeds, 0, layout.num_tokens)
+        self._at(seeds, given.offset, 0, layout.num_tokens)
         stride, store = self.plan.input_stride, self._store
         assert store is not None
-        return _MicroBatch(layout, seeds, StridedInputs(store, stride) if stride > 1 else store)
+        return _MicroBatch(layout, seeds, StridedInputs(store, stride) if stride > 1 else store, given)
 
     def _refuse_unseparated(self, layout: Layout) -> None:
         """A state that runs along the tokens would carry one document into the next."""
@@ -275,27 +288,38 @@ class Installed:
                 return own_forward(x, **arguments)
         batch, plan = self._batch, self.plan
         module = self._layers[index].module
+        link = None if batch.given.carry is None else batch.given.carry.links[index]
         call = LayerCall(
             module,
             self._under_our_rules(module, own_forward),
             arguments,
-            batch.layout,
-            before=partial(self._at, batch.seeds),
+            batch.layout if link is None else Layout.of(1, link.num_tokens),
+            before=partial(self._at, batch.seeds, batch.given.offset),
             collect=partial(self._routers.collect, module),
             visit=partial(self._weights.visit_layer, index),
             attends=self._layers[index].attention is not None,
+            link=link,
+            scheme=self._scheme_now,
             unread=self._unread[index],
         )
         if self.run_layer is not None:
             return self.run_layer(index, call, x)
-        if plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers:
+        is_kept = plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers
+        if is_kept:
             out, *further = (call.whole(x), *call.collect())
         elif plan.layers == "recompute":
             out, *further = recompute_layer(x, call)
         else:
             out, *further = stream_layer(x, call, plan.tile_tokens, batch.inputs, plan.keep_keys_values)
+        if link is not None:
+            link.hand_on(is_last_use=is_kept or not torch.is_grad_enabled())
         batch.further_outputs += further
         return out
+
+    @property
+    def _scheme_now(self) -> Scheme | None:
+        shifted = self.scheme is not None and self.scheme.is_shifted
+        return None if shifted and not self._causal.training else self.scheme
 
     def _under_our_rules(self, module: torch.nn.Module, own_forward: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's own forward, with our attention and without its own checkpointing.
@@ -330,14 +354,16 @@ class Installed:
         with self._weights.visit_head():
             yield
 
-    def _at(self, seeds: Sequence[int], start: int, stop: int) -> None:
+    def _at(self, seeds: Sequence[int], offset: int, start: int, stop: int) -> None:
         self._whereabouts.seeds = seeds
-        self._whereabouts.move(start, stop)
+        self._whereabouts.move(offset + start, offset + stop)
 
-    def _at_chunk(self, seeds: Sequence[int], num_tokens: int, row: int, where: torch.Tensor | slice) -> None:
+    def _at_chunk(
+        self, seeds: Sequence[int], offset: int, num_tokens: int, row: int, where: torch.Tensor | slice
+    ) -> None:
         self._whereabouts.seeds = seeds
         if isinstance(where, slice):  # else the head is frozen and drops nothing
-            first = row * num_tokens
+            first = row * num_tokens - offset
             self._whereabouts.move(where.start - first, where.stop - first, slice(row, row + 1))
 
     def _draw_seeds(self, tokens: torch.Tensor) -> list[int]:

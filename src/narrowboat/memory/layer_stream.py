@@ -26,10 +26,11 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.attention import HandedOver, KeysValues, Tile
+from narrowboat.memory.attention import HandedOver, KeysValues, Link, Tile
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause
 from narrowboat.memory.offload import Held, InputStore
+from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.unread import Unread
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -51,6 +52,9 @@ class LayerCall:
         collect: gives the layer's further outputs of the last run, such as router logits; each
             ``[batch * tile, ...]``.
         attends: whether the layer has attention.
+        link: to the segments before and after, where keys and values are carried; ``layout`` counts the carried
+            tokens, and everything else begins behind them.
+        scheme: of attention that is not full.
         unread: knows the projections that a second run may leave out; None leaves out nothing.
     """
 
@@ -64,9 +68,12 @@ class LayerCall:
         collect: Callable[[], tuple[torch.Tensor, ...]],
         visit: Callable[[], AbstractContextManager[None]] = nullcontext,
         attends: bool = True,
+        link: Link | None = None,
+        scheme: Scheme | None = None,
         unread: Unread | None = None,
     ) -> None:
-        self.layer, self.layout = layer, layout
+        self.layer, self.layout, self._link = layer, layout, link
+        self._first, self._scheme = 0 if link is None else link.num_carried, scheme
         self._forward, self._before, self.collect, self.visit = forward, before, collect, visit
         self._attends, self._unread = attends, unread
         dropped = (*CACHE_NAMES, "use_cache", *(("attention_mask",) if attends else ()))
@@ -78,10 +85,16 @@ class LayerCall:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Run the whole row: ``[batch, tokens, hidden]`` to the same."""
-        return self._run(x, Tile(self.layout, 0, self.layout.num_tokens, None))
+        keys_values = None if self._link is None else self.keys_values()
+        return self._run(x, Tile(self.layout, self._first, self.layout.num_tokens, keys_values))
+
+    def keys_values(self) -> KeysValues:
+        """For the row that this call is about; nothing is there yet but what is carried."""
+        return KeysValues(self.layout.num_tokens, self._link)
 
     def tile(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> torch.Tensor:
         """Run ``[batch, tile, hidden]`` against the keys and values of earlier tiles."""
+        start += self._first
         return self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values))
 
     def backward(
@@ -105,6 +118,7 @@ class LayerCall:
             self._hand_over(x, start, keys_values)
 
     def _hand_over(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
+        start += self._first
         try:
             self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values, stop_at_keys=True))
         except HandedOver:
@@ -119,9 +133,12 @@ class LayerCall:
 
     def _probe(self, like: torch.Tensor) -> list[torch.Tensor | None]:
         """What a few random tokens leave behind: keys, values, and with gradients enabled those of input and layer."""
-        num_tokens = min(PROBE_TOKENS, self.layout.num_tokens)
-        layout = Layout(self.layout.num_tokens, (((0, num_tokens),),) * like.shape[0])
-        call = LayerCall(self.layer, self._forward, self._arguments, layout, self._before, self.collect)
+        all_tokens = self.layout.num_tokens - self._first
+        num_tokens = min(PROBE_TOKENS, all_tokens)
+        layout = Layout(all_tokens, (((0, num_tokens),),) * like.shape[0])
+        call = LayerCall(
+            self.layer, self._forward, self._arguments, layout, self._before, self.collect, scheme=self._scheme
+        )
         generator = torch.Generator(like.device).manual_seed(0)
         x, seed = (torch.empty_like(like[:, :num_tokens]).normal_(generator=generator) for _ in range(2))
         keys_values = KeysValues(num_tokens)
@@ -131,7 +148,8 @@ class LayerCall:
         return [keys_values.keys, keys_values.values]
 
     def _run(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
-        self._before(tile.start, tile.stop)
+        self._before(tile.start - self._first, tile.stop - self._first)
+        tile.scheme = self._scheme
         arguments = {name: self._cut(name, value, tile) for name, value in self._arguments.items()}
         if tile.keys_values is not None:
             arguments[self._cache_name] = tile
@@ -142,19 +160,20 @@ class LayerCall:
         return out[0] if isinstance(out, tuple) else out
 
     def _cut(self, name: str, value: Any, tile: Tile) -> Any:
-        if (tile.start, tile.stop) == (0, self.layout.num_tokens):
+        start, stop, num_tokens = (at - self._first for at in (tile.start, tile.stop, self.layout.num_tokens))
+        if (start, stop) == (0, num_tokens):
             return value
         if name not in SLICED:
-            if isinstance(value, torch.Tensor) and self.layout.num_tokens in value.shape[1:2]:
+            if isinstance(value, torch.Tensor) and num_tokens in value.shape[1:2]:
                 raise AnatomyError(
-                    f"{type(self.layer).__name__} takes a tensor {name!r} of {self.layout.num_tokens} tokens, and it "
+                    f"{type(self.layer).__name__} takes a tensor {name!r} of {num_tokens} tokens, and it "
                     "is not known how to cut it; use the plan recompute."
                 )
             return value
         if isinstance(value, tuple):
             return tuple(self._cut(name, part, tile) for part in value)
         if isinstance(value, torch.Tensor):
-            return value[tile.start : tile.stop] if value.dim() == 1 else value[:, tile.start : tile.stop]
+            return value[start:stop] if value.dim() == 1 else value[:, start:stop]
         return value
 
 
@@ -188,7 +207,7 @@ def run_tiles(
     x: torch.Tensor, call: LayerCall, tile_tokens: int
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], KeysValues]:
     """Run a layer tile by tile without a graph: its output, its further outputs, its keys and values."""
-    keys_values, extras = KeysValues(x.shape[1]), _Joined()
+    keys_values, extras = call.keys_values(), _Joined()
     with cause(LAYER_INPUTS):  # of the next layer
         out = torch.empty_like(x)
     with torch.no_grad(), call.visit():
@@ -262,7 +281,7 @@ def _tiles_backward(
 
 def _rebuild(call: LayerCall, held: Held, out_grad: torch.Tensor, tile_tokens: int) -> KeysValues:
     """The keys and values of all tiles but the last, which hands over its own when it is recomputed."""
-    keys_values = KeysValues(out_grad.shape[1])
+    keys_values = call.keys_values()
     for start in tile_starts(out_grad, tile_tokens)[:-1]:
         call.rebuild(held.tile(start, start + tile_tokens), start, keys_values)
     return keys_values

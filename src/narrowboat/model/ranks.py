@@ -52,7 +52,7 @@ def ranks_by_module(
 
 
 def _alpha_of_same_scale(options: LoraOptions, rank: int) -> float:
-    ratio = rank / options.rank
+    ratio = rank / int(options.rank)
     return options.alpha * (math.sqrt(ratio) if "rslora" in options.variants else ratio)
 
 
