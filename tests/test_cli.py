@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from narrowboat.cli import main
-from narrowboat.options.load import dump
+from narrowboat.options.load import dump, load
 from narrowboat.options.schema import Options
 
 RunOptions = Callable[..., Options]
@@ -192,3 +192,25 @@ def test_report_is_made_again_from_the_events_alone(run_file: Path, tmp_path: Pa
     done = narrowboat("report", tmp_path / "run")
     assert done.stdout.strip() == str(page)
     assert "<html" in page.read_text()
+
+
+def test_export_writes_a_model_that_needs_no_adapter(run_file: Path, tmp_path: Path) -> None:
+    assert narrowboat("train", run_file, "--quiet").returncode == 0
+    run = Path(load(run_file).train.folder)
+    merged = narrowboat("export", run, tmp_path / "merged", "--json")
+    assert merged.returncode == 0, merged.stderr
+    done = json.loads(merged.stdout)
+    assert done["num_bytes"] == pytest.approx(done["base_bytes"], rel=0.02)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert narrowboat("export", run, tmp_path / "adapter", "--adapter").returncode == 0
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    again = narrowboat("export", run, tmp_path / "merged")
+    assert again.returncode == 1
+    assert "holds files already; name another folder" in again.stderr
+
+
+def test_sweep_takes_all_the_words_after_over_and_refuses_wrong_ones_together(run_file: Path, tmp_path: Path) -> None:
+    done = narrowboat("sweep", run_file, "--over", "optimizer.lrr=1e-4", "lora.rnk=8,16", "--into", tmp_path / "sweep")
+    assert done.returncode == 2
+    assert "Did you mean 'optimizer.lr'" in done.stderr
+    assert "Did you mean 'lora.rank'" in done.stderr
