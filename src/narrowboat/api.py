@@ -7,8 +7,9 @@ loop and recorders) is put together here, and nowhere else.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2s
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +24,7 @@ from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import Interrupted, OptionError
 from narrowboat.evaluate.compare import Comparison, compare
-from narrowboat.events import DataReady, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
+from narrowboat.events import DataReady, Event, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
 from narrowboat.machine.hardware import describe_device, device_memory, pick_device
 from narrowboat.machine.precision import Precision, choose_precision, name_of
 from narrowboat.memory.carry.carrier import Carrier
@@ -41,6 +42,7 @@ from narrowboat.model.base import (
     load_tokenizer,
     weight_reader,
 )
+from narrowboat.model.export import base_of, copy_adapter, merge
 from narrowboat.model.rank import choose_rank
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.optimizers.build import build_optimizer
@@ -54,7 +56,7 @@ from narrowboat.planner.search import Choice, choose
 from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
 from narrowboat.train.loop import Course, run
 
-__all__ = ["evaluate", "install", "meter", "train"]
+__all__ = ["evaluate", "export", "install", "meter", "train"]
 
 OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, REPORT = (
     "options.yaml", "plan.json", "checkpoints", "adapter", "report.html",
@@ -87,6 +89,36 @@ def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnd
         raise
     finally:
         recorders.close()
+
+
+def export(
+    folder: Path, out: Path, merged: bool = True, base: str = "", say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Write the model of a run with its adapter added in to ``out``, or the adapter alone; what was written.
+
+    Args:
+        folder: a run's folder, or a PEFT adapter's.
+        out: must not exist, or be empty.
+        merged: whether to add the adapter to the base.
+        base: the model; that of the run or of the adapter's configuration if empty.
+        say: hears notices.
+
+    Raises:
+        CheckpointError: there is no adapter in ``folder``, or ``out`` cannot be written.
+        ModelError: the base cannot be merged with.
+    """
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Notice):
+            say(event.text)
+
+    is_run = (folder / OPTIONS_FILE).exists()
+    adapter = folder / ADAPTER if is_run else folder
+    options = load.load(folder / OPTIONS_FILE).model if is_run else None
+    if not merged:
+        return {"folder": str(out), "num_bytes": copy_adapter(adapter, out)}
+    name = base or (options.name if options else base_of(adapter))
+    return asdict(merge(name, adapter, out, tell, options.quantize if options else "none"))
 
 
 @dataclass

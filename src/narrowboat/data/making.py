@@ -166,6 +166,7 @@ class Maker:
         made: list[tuple[Rendered, Tokens]] = []
         for part, rendered in parts:
             labels = _dialogue_labels(rendered, part, learn)
+            counts.num_open += not self.template.is_closed(labels)
             if (labels != IGNORED).any():
                 made.append((rendered, labels))
                 shown |= {*part.shown}

@@ -254,6 +254,9 @@ def _tell(account: Account, tell: Tell, key: str) -> None:
         )
     if account.num_lost:
         tell(Notice(f"{key}: the tokenizer has no token for {account.num_lost:,} characters; no model can see them"))
+    if account.num_open:
+        text = "dialogues end without an end-of-turn token, as the chat template renders them: nothing teaches to stop"
+        tell(Notice(f"{key}: {account.num_open:,} {text}"))
     if account.num_joined_turns:
         tell(Notice(f"{key}: {account.num_joined_turns:,} turns joined to the turn before by the same speaker"))
     if account.num_folded_systems:

@@ -279,7 +279,9 @@ def _content(number: int, content: Any, may_be_empty: bool) -> str:
 def _tool_call(call: Any) -> Any:
     """OpenAI writes a call's arguments as JSON text; templates want the object."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError("a call of a tool names no function")
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}

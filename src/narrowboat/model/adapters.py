@@ -158,7 +158,9 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     Raises:
         CheckpointError: the disk is full or cannot be written; nothing is left behind.
     """
-    num_bytes = sum(t.numel() * t.element_size() for t in get_peft_model_state_dict(model).values())
+    num_bytes = sum(
+        t.numel() * t.element_size() for t in get_peft_model_state_dict(model, save_embedding_layers=False).values()
+    )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as workshop:
@@ -201,7 +203,9 @@ def load_adapter_state(model: PeftModel, folder: Path) -> None:
         raise CheckpointError(f"{folder}: there is no {WEIGHTS_FILE} in it, so it is no adapter") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    present = {name: tuple(t.shape) for name, t in get_peft_model_state_dict(model).items()}
+    present = {
+        name: tuple(t.shape) for name, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    }
     given = {name: tuple(t.shape) for name, t in saved.items()}
     if wrong := sorted(name for name in present.keys() | given.keys() if present.get(name) != given.get(name)):
         raise CheckpointError(

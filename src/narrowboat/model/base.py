@@ -14,6 +14,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -95,9 +96,9 @@ def weight_reader(name: str, tell: Tell) -> Callable[[str], torch.Tensor]:
     Raises:
         ModelError: its weights are not in safetensors files in a folder, or there is none of that name.
     """
-    folder = Path(_source(name, tell))
-    files = [folder / file for file in _weight_files(folder)] if folder.is_dir() else []
-    if not files or any(file.suffix != ".safetensors" for file in files):
+    folder = model_folder(name, tell)
+    files = [folder / file for file in weight_files(folder)]
+    if any(file.suffix != ".safetensors" for file in files):
         raise ModelError(f"{name}: its weights are not safetensors files in a folder, so none can be read by itself")
     place: dict[str, Path] = {}
     for path in files:
@@ -111,6 +112,21 @@ def weight_reader(name: str, tell: Tell) -> Callable[[str], torch.Tensor]:
             return file.get_tensor(weight)
 
     return read
+
+
+def model_folder(name: str, tell: Tell) -> Path:
+    """The folder with the files of the model ``name``; a hub's model is fetched into the hub's cache.
+
+    Raises:
+        ModelError: there is none.
+    """
+    source = _source(name, tell)
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, ignore_patterns=["*.gguf", "*.bin", "*.pt", "*.pth"]))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: its files cannot be fetched: {_first_line(error)}") from None
 
 
 def hush_transformers() -> None:
@@ -169,7 +185,7 @@ def check_weights(name: str, tell: Tell) -> None:
     folder = Path(_source(name, tell))
     if not folder.is_dir():
         return
-    files = _weight_files(folder)
+    files = weight_files(folder)
     if missing := [file for file in files if not (folder / file).exists()]:
         raise ModelError(f"{folder}: {len(missing)} of {len(files)} weight files are missing; first {missing[0]}")
     for path in (folder / file for file in files if file.endswith(".safetensors")):
@@ -257,7 +273,7 @@ def _refuse_bad_config(path: Path) -> None:
         raise ModelError(f"{path}: model_type {kind!r} is not known to this transformers{near}")
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """Names of the files that transformers will read: the first kind that is there, in one file or in listed shards."""
     for file in WEIGHTS:
         index = folder / f"{file}.index.json"

@@ -86,7 +86,7 @@ def make_trainable(model: nn.Module) -> None:
             module.__dict__["forward"] = partial(_linear, module)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if type(weight).__name__ == "Int8Params" and weight.SCB is None and (state := module.state).SCB is not None:
             weight.CB, weight.SCB = weight.data, state.SCB
 
@@ -99,6 +99,22 @@ def written_out(layer: nn.Module) -> torch.Tensor:
     state: Any = layer.state
     scale = weight.SCB if weight.SCB is not None else state.SCB
     return weight.detach().float() * (scale[:, None] / 127)
+
+
+def round_trip(weight: torch.Tensor, quantize: Quantize) -> torch.Tensor:
+    """What is left of ``weight`` ``[out, in]`` once it was quantised and written out again, in its own format."""
+    if quantize == "int8_weight":
+        ao = require("torchao.quantization", "model.quantize: int8_weight")
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        layer.weight.data.copy_(weight)
+        ao.quantize_(layer, ao.Int8WeightOnlyConfig())
+        return layer.weight.dequantize().to(weight.dtype)
+    functional = require("bitsandbytes.functional", f"model.quantize: {quantize}")
+    if quantize == "int8":
+        codes, scale, _ = functional.int8_vectorwise_quant(weight.half())
+        return (codes.float() * (scale[:, None] / 127)).to(weight.dtype)
+    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    return functional.dequantize_4bit(codes, state).to(weight.dtype)
 
 
 def describe_quantised(model: nn.Module) -> str:
