@@ -88,7 +88,8 @@ class Carrying:
                 handover = self.carrier.handover(carry, stretch.num_tokens, stretch.follows)
                 with torch.no_grad():
                     loss_of(stretch.silent, handover)
-                befores.append(carry)
+                if is_learnt:
+                    befores.append(carry)
                 carry = handover.after
             if not is_learnt:
                 continue
