@@ -4,9 +4,11 @@
     python -m benchmarks.growth --tokens 1024 4096 16384 65536 --plot docs/images/growth.svg
 
 One training step (AdamW on a rank-8 adapter) of a small random Llama on random tokens, layers recomputed unless a carry
-keeps a segment's activations; peak bytes by the meter without the weights, CPU seconds of one core. A growth order is the slope of log(bytes) or log(seconds) over log(tokens) between the
-last two lengths that were measured: 1 is linear, 2 quadratic, 0 no growth. A scheme whose
-step took longer than ``--seconds`` is not tried on longer rows.
+keeps a segment's activations; peak bytes by the meter without the weights, CPU seconds of one core.
+
+A growth order is the slope of log(bytes) or log(seconds) over log(tokens) between the last two lengths that were
+measured: 1 is linear, 2 quadratic, 0 no growth. A scheme whose step took longer than ``--seconds`` is not tried on
+longer rows.
 """
 
 from __future__ import annotations
@@ -158,9 +160,9 @@ def main() -> None:
         print(json.dumps({"rows": [asdict(row) for row in rows], "orders": orders, "machine": machine}, indent=1))
         return
     for row in rows:
-        print(f"{row.name:24} {row.tokens:>8,} tokens {row.peak_bytes / 2**20:>9.1f} MiB {row.seconds:>8.2f} s")
+        print(f"{row.name:26} {row.tokens:>8,} tokens {row.peak_bytes / 2**20:>9.1f} MiB {row.seconds:>8.2f} s")
     for name, order in orders.items():
-        print(f"{name:24} bytes ~ tokens^{order['peak_bytes']:.2f}, seconds ~ tokens^{order['seconds']:.2f}")
+        print(f"{name:26} bytes ~ tokens^{order['peak_bytes']:.2f}, seconds ~ tokens^{order['seconds']:.2f}")
 
 
 def _optimizer(model: PeftModel) -> torch.optim.Optimizer:
