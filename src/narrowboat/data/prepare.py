@@ -123,7 +123,8 @@ class _Preparation:
             store = Store(list(self._make(sources, account)))
         else:
             store, account = self._find_or_make(sources, account, self.cache_folder, key)
-        _tell(account, self.tell, key)
+        for text in account.notices():
+            self.tell(Notice(f"{key}: {text}"))
         _check(account, self.options, f"{key} ({', '.join(paths)})")
         return store, account
 
@@ -234,37 +235,6 @@ def _check(account: Account, options: Options, names: str) -> None:
             f"{names}: no token would be learnt out of {account.read_tokens:,} in {account.num_documents:,} documents "
             f"({reasons or 'every one is masked'}); look at data.learn, data.max_tokens and the chat template"
         )
-
-
-def _tell(account: Account, tell: Tell, key: str) -> None:
-    """Say once, with its number, what was skipped, dropped or changed."""
-    if account.num_broken:
-        total = account.num_documents + account.num_broken
-        shown = "; ".join(f"{place}: {reason}" for place, reason in account.broken[:5])
-        more = f"; and {account.num_broken - 5:,} more" if account.num_broken > 5 else ""
-        tell(Notice(f"{key}: kept {account.num_documents:,} of {total:,} records; skipped: {shown}{more}"))
-    for reason, num_tokens in account.dropped_tokens.items():
-        tell(Notice(f"{key}: dropped {num_tokens:,} of {account.read_tokens:,} tokens: {reason}"))
-    if account.num_compressed:
-        cut = 1 - account.compressed_to_tokens / account.compressed_from_tokens
-        tell(
-            Notice(
-                f"{key}: {account.num_compressed:,} dialogues were too long; {cut:.0%} of their tokens were left out"
-            )
-        )
-    if account.num_lost:
-        tell(Notice(f"{key}: the tokenizer has no token for {account.num_lost:,} characters; no model can see them"))
-    if account.num_open:
-        text = "dialogues end without an end-of-turn token, as the chat template renders them: nothing teaches to stop"
-        tell(Notice(f"{key}: {account.num_open:,} {text}"))
-    if account.num_joined_turns:
-        tell(Notice(f"{key}: {account.num_joined_turns:,} turns joined to the turn before by the same speaker"))
-    if account.num_folded_systems:
-        text = "system prompts put at the head of the first question, because the chat template takes none"
-        tell(Notice(f"{key}: {account.num_folded_systems:,} {text}"))
-    if account.left_out_files:
-        names = ", ".join(f"{num:,} {suffix}" for suffix, num in account.left_out_files.most_common(8))
-        tell(Notice(f"{key}: {account.left_out_files.total():,} files left out, of kinds that are not read: {names}"))
 
 
 def _split(store: Store, share: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
