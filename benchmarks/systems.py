@@ -68,7 +68,7 @@ def trainer(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> flo
 
     arguments = TrainingArguments(**_arguments(), use_cpu=True)
     dataset = [{"input_ids": row[0], "labels": row[0]} for row in rows]
-    return _train(Trainer(model=model, args=arguments, train_dataset=dataset), watch)  # type: ignore[arg-type]
+    return _train(Trainer(model=model, args=arguments, train_dataset=dataset), watch)
 
 
 def trl(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch, chunk_tokens: int | None = None) -> float:
