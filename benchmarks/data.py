@@ -37,7 +37,7 @@ from transformers import AutoTokenizer
 
 from narrowboat.data.account import Account
 from narrowboat.data.making import Maker
-from narrowboat.data.packing import best_fit
+from narrowboat.data.packing import row_numbers
 from narrowboat.data.prepare import prepare
 from narrowboat.data.records import Text
 from narrowboat.data.store import to_batch
@@ -162,6 +162,7 @@ class Packed:
     num_rows_best_fit_decreasing: int
     row_fill: float
     seconds: float
+    peak_bytes: int | None = None
 
 
 def measure_packing(row_tokens: int) -> list[Packed]:
@@ -174,7 +175,7 @@ def measure_packing(row_tokens: int) -> list[Packed]:
     textbook = _best_fit_decreasing(lengths.tolist(), row_tokens)
     data = datasets.Dataset.from_dict({"input_ids": [[0] * int(length) for length in lengths]})
     packers: dict[str, Callable[[], int]] = {
-        "narrowboat": lambda: len(best_fit(lengths, row_tokens)),
+        "narrowboat": lambda: int(row_numbers(lengths, row_tokens).max()) + 1,
         "trl": lambda: len(pack_dataset(data, row_tokens, "bfd_split")),
     }
     results = []

@@ -31,6 +31,7 @@ from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.gauge import Gauge
 from narrowboat.memory.install import install
 from narrowboat.memory.meter import Meter as meter
+from narrowboat.memory.schemes import Scheme, scheme_of
 from narrowboat.model.adapters import Adapted, adapt, load_adapter_state, save_adapter
 from narrowboat.model.base import (
     check_weights,
@@ -184,6 +185,7 @@ class _Job:
                     self.tell,
                     scale,
                     carrier,
+                    scheme_for(options),
                 )
             )
             if engine.carrying is not None and carry:
@@ -298,7 +300,9 @@ def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
     load_adapter_state(adapted, folder / ADAPTER)
     plan = MemoryPlan.model_validate_json((folder / PLAN_FILE).read_text(encoding="utf-8"))
     carrier = carrier_for(adapted, options, data, device, tell)
-    with Engine(adapted, None, plan, tokenizer.pad_token_id or 0, tell=tell, carrier=carrier) as engine:
+    with Engine(
+        adapted, None, plan, tokenizer.pad_token_id or 0, tell=tell, carrier=carrier, scheme=scheme_for(options)
+    ) as engine:
         return compare(engine, adapted, data.heldout, tokenizer, options.evaluate)
 
 
@@ -313,6 +317,21 @@ def carrier_for(
         if isinstance(rows, Trains):
             carrier.check_positions(rows.longest_document[0], rows.longest_segment)
     return carrier
+
+
+def scheme_for(options: Options) -> Scheme | None:
+    """The attention that ``options`` want, None for full.
+
+    Raises:
+        OptionError: together with a carry.
+    """
+    scheme = scheme_of(options.attention.scheme, options.attention.window)
+    if scheme is not None and options.carry.is_on:
+        raise OptionError(
+            f"attention.scheme: {options.attention.scheme} and carry.policy: {options.carry.policy} both say what a "
+            "token sees; choose one of them."
+        )
+    return scheme
 
 
 def with_rank(options: Options, data: Prepared, config: Any, device: torch.device, tell: Tell) -> Options:

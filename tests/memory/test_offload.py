@@ -11,14 +11,13 @@ import torch
 from narrowboat.errors import MachineError
 from narrowboat.events import Event
 from narrowboat.memory.offload import (
-    DeviceInputs,
-    DiskInputs,
-    HostInputs,
-    HostMemory,
-    InputStore,
-    StridedInputs,
-    map_scratch,
+    OnDevice,
+    OnDisk,
+    OnHost,
+    Store,
+    Strided,
 )
+from narrowboat.memory.rooms import HostMemory, map_scratch
 
 
 def no_layer(x: torch.Tensor) -> torch.Tensor:
@@ -29,9 +28,9 @@ def quiet(_: Event) -> None:
     pass
 
 
-@pytest.mark.parametrize("make", [DeviceInputs, lambda: HostInputs(quiet), DiskInputs], ids=["device", "host", "disk"])
+@pytest.mark.parametrize("make", [OnDevice, lambda: OnHost(quiet), OnDisk], ids=["device", "host", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_put_comes_back(make: Callable[[], InputStore], dtype: torch.dtype) -> None:
+def test_what_is_put_comes_back(make: Callable[[], Store], dtype: torch.dtype) -> None:
     store = make()
     inputs = [torch.randn(2, 10, 4).to(dtype) for _ in range(3)]
     held = [store.put(x, no_layer) for x in inputs]
@@ -42,7 +41,7 @@ def test_what_is_put_comes_back(make: Callable[[], InputStore], dtype: torch.dty
 
 
 def test_buffers_are_lent_again() -> None:
-    store = DiskInputs()
+    store = OnDisk()
     first = store.put(torch.randn(1, 8, 4), no_layer)
     where = first.tile(0, 8).data_ptr()
     first.release()
@@ -75,7 +74,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_told_with_bytes_needed_and_free(small_disk: Path) -> None:
-    store = DiskInputs(small_disk)
+    store = OnDisk(small_disk)
     held = [store.put(torch.randn(1, 100, 1000), no_layer) for _ in range(2)]
     with pytest.raises(MachineError, match=r"needs 391 KiB more in .*; 24\d KiB are free\. Set TMPDIR"):
         store.put(torch.randn(1, 100, 1000), no_layer)
@@ -95,7 +94,7 @@ def test_every_second_input_is_computed_again() -> None:
 
         return run
 
-    store, x = StridedInputs(DeviceInputs(), 3), torch.zeros(1, 4, 2)
+    store, x = Strided(OnDevice(), 3), torch.zeros(1, 4, 2)
     inputs, held = [], []
     for number in range(5):
         inputs.append(x)
@@ -113,15 +112,15 @@ def test_memory_that_cannot_be_pinned_is_told_once() -> None:
     told: list[Event] = []
     memory = HostMemory(told.append)
     for _ in range(2):
-        assert not memory.empty(torch.ones(1000), torch.device("cuda")).is_pinned()
+        assert not memory.empty((1000,), torch.float32, torch.device("cuda")).is_pinned()
     assert len(told) == 1
     assert "3.91 KiB could not be pinned" in str(told[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("make", [lambda: HostInputs(quiet), DiskInputs], ids=["host", "disk"])
-def test_to_the_host_and_back(make: Callable[[], InputStore]) -> None:
+@pytest.mark.parametrize("make", [lambda: OnHost(quiet), OnDisk], ids=["host", "disk"])
+def test_to_the_host_and_back(make: Callable[[], Store]) -> None:
     store = make()
     inputs = [torch.randn(2, 1000, 400, device="cuda") for _ in range(4)]
     copies = [x.clone() for x in inputs]

@@ -287,6 +287,8 @@ def _without_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     system = [message["content"] for message in messages if message["role"] == "system"]
     others = [dict(message) for message in messages if message["role"] != "system"]
     first = next((message for message in others if message["role"] == "user"), None)
+    if system and first is None:
+        raise DataError("the chat template takes no system prompt, and no question follows that could hold it")
     if system and first is not None:
         first["content"] = "\n\n".join([*system, first["content"]])
     return others

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -88,7 +89,8 @@ class Carrying:
                 handover = self.carrier.handover(carry, stretch.num_tokens, stretch.follows)
                 with torch.no_grad():
                     loss_of(stretch.silent, handover)
-                befores.append(carry)
+                if is_learnt:
+                    befores.append(carry)
                 carry = handover.after
             if not is_learnt:
                 continue
@@ -125,9 +127,9 @@ class Carrying:
     @torch.no_grad()
     def read(self, train: Train, model: Any) -> tuple[Stretch, Handover]:
         """Take a document through ``model`` and leave its last segment open, for text to be written on."""
-        carry, stretches = self.carrier.start(), list(self._stretches(train))
-        for stretch in stretches:
-            is_last = stretch is stretches[-1]
+        carry = self.carrier.start()
+        for number, stretch in enumerate(self._stretches(train), 1):
+            is_last = number == len(train.lengths)
             handover = self.carrier.handover(carry, stretch.num_tokens, not is_last, leaves_open=is_last)
             model(
                 input_ids=stretch.input_ids, shift_labels=stretch.silent.targets, num_items_in_batch=1,
@@ -167,13 +169,13 @@ class Carrying:
 
     def _groups(self, train: Train) -> Iterator[tuple[list[Stretch], bool]]:
         """Segments between which gradients flow, and whether there is anything to learn in them."""
-        stretches = list(self._stretches(train))
-        size = self.carrier.options.gradient_segments or len(stretches)
-        for first in range(0, len(stretches), size):
-            group = stretches[first : first + size]
+        stretches = self._stretches(train)
+        size = self.carrier.options.gradient_segments or len(train.lengths)
+        while group := list(itertools.islice(stretches, size)):
             yield group, any(stretch.num_supervised for stretch in group)
 
     def _stretches(self, train: Train) -> Iterator[Stretch]:
+        """One after the other, so that a long document's tokens are not all on the device."""
         labels = train.targets
         for where, follows in segments(train):
             ids, targets = (torch.from_numpy(part[where].astype("int64")) for part in (train.input_ids, labels))

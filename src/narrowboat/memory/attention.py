@@ -18,6 +18,7 @@ from narrowboat.errors import AnatomyError
 from narrowboat.memory.kernels import Kernel, Scores, kernel_for
 from narrowboat.memory.layout import Layout, Piece
 from narrowboat.memory.meter import KEYS_VALUES, cause
+from narrowboat.memory.offload import Room, Store
 from narrowboat.memory.schemes import Scheme
 
 ATTENTION_NAME = "narrowboat"
@@ -55,6 +56,13 @@ class KeysValues:
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self._grads: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+        """Those of whole rows, as they were kept."""
+        made = cls(keys.shape[2])
+        made.num_filled, made.keys, made.values = keys.shape[2], keys, values
+        return made
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """Take a tile's keys and values, unless they are there already."""
@@ -116,6 +124,32 @@ class SomeHeads:
         """Nothing is carried where attention is sparse."""
 
 
+class Outputs:
+    """A layer's attention outputs and their log-sum-exps, left by the forward pass: backward need not attend again."""
+
+    def __init__(self, store: Store, num_tokens: int) -> None:
+        self._store, self._num_tokens = store, num_tokens
+        self._rooms: list[Room] = []
+
+    def write(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Take a tile's ``[batch, heads, tile, size]`` and ``[batch, heads, tile]``."""
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+        if not self._rooms:
+            self._rooms = [self._store.room(t, self._num_tokens) for t in (out, lse)]
+        for room, part in zip(self._rooms, (out, lse), strict=True):
+            room.write(start, part)
+
+    def read(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give them back, as copies that may become part of a graph."""
+        out, lse = (room.tile(start, stop).clone(memory_format=torch.contiguous_format) for room in self._rooms)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+
+    def release(self) -> None:
+        """They are not needed any more."""
+        for room in self._rooms:
+            room.release()
+
+
 class HandedOver(Exception):
     """Raised by a tile once a layer has handed over its keys and values and nothing more is wanted of it."""
 
@@ -125,16 +159,32 @@ class Tile:
 
     A layer gets it twice: as its cache, where it leaves its keys and values, and as its attention mask, by which
     ``attend`` learns what the queries may see.
+
+    Args:
+        layout: the micro-batch's documents.
+        start, stop: the tile's tokens.
+        keys_values: where the layer's keys and values gather; None for whole rows.
+        stop_at_keys: raise ``HandedOver`` once they are there.
+        outputs: where attention leaves its outputs, or with ``again`` takes them from.
+        again: whether the tile is recomputed for backward.
     """
 
     is_compileable = False
     scheme: Scheme | None = None
 
     def __init__(
-        self, layout: Layout, start: int, stop: int, keys_values: KeysValues | None, stop_at_keys: bool = False
+        self,
+        layout: Layout,
+        start: int,
+        stop: int,
+        keys_values: KeysValues | None,
+        stop_at_keys: bool = False,
+        outputs: Outputs | None = None,
+        again: bool = False,
     ) -> None:
         self.layout, self.start, self.stop = layout, start, stop
         self.keys_values: KeysValues | SomeHeads | None = keys_values
+        self.outputs, self.again = outputs, again
         self._stop_at_keys = stop_at_keys
         self._handed_over: torch.Tensor | None = None
 
@@ -217,25 +267,15 @@ class _AttendTile(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, tile, scores):  # type: ignore[no-untyped-def]
         kernel = kernel_for(q, v, scores)
-        base, keys, values = _sources(tile, k, v)
         pieces = list(tile.layout.pieces(tile.start, tile.stop, scores.window))
-        out = lse = None
-        for piece in pieces:
-            rows, queries = piece.rows, slice(piece.start - tile.start, piece.stop - tile.start)
-            merged, merged_lse = _attend_piece(kernel, q[rows, :, queries], keys, values, base, piece, scores)
-            if sinks is not None:
-                merged, merged_lse = _add_sinks(merged, merged_lse, sinks)
-            if len(pieces) == 1 and merged.shape[0] == q.shape[0] and merged.shape[2] == q.shape[2]:
-                out, lse = merged, merged_lse
-                break
-            if out is None or lse is None:
-                out = merged.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-                lse = merged_lse.new_zeros(q.shape[:3])
-            out[rows, :, queries], lse[rows, :, queries] = merged, merged_lse
-        if out is None:  # nothing but padding
-            out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-            lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
+        if tile.outputs is not None and tile.again:
+            out, lse = tile.outputs.read(tile.start, tile.stop)
+        else:
+            out, lse = _attend_tile(kernel, q, k, v, sinks, tile, pieces, scores)
+            if tile.outputs is not None:
+                tile.outputs.write(tile.start, out, lse)
         if tile.keys_values is not None and tile.keys_values.link is not None:
+            _, keys, _ = _sources(tile, k, v)
             tile.keys_values.link.saw(q, lse, keys, tile, scores)
         own = (k, v) if tile.keys_values is None else (None, None)  # else they are read from the buffer
         ctx.save_for_backward(q, *own, sinks, out, lse)
@@ -267,6 +307,39 @@ class _AttendTile(torch.autograd.Function):
         if tile.keys_values is not None:
             tile.keys_values.tile_done(tile.start)
         return torch.zeros_like(q) if dq is None else dq, dk.to(ctx.dtypes[0]), dv.to(ctx.dtypes[1]), dsinks, None, None
+
+
+def _attend_tile(
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    tile: Tile,
+    pieces: Sequence[Piece],
+    scores: Scores,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of a tile's queries; zeros where there is padding."""
+    base, keys, values = _sources(tile, k, v)
+    out = lse = None
+    for piece in pieces:
+        rows, queries = piece.rows, slice(piece.start - tile.start, piece.stop - tile.start)
+        merged, merged_lse = _attend_piece(kernel, q[rows, :, queries], keys, values, base, piece, scores)
+        if sinks is not None:
+            merged, merged_lse = _add_sinks(merged, merged_lse, sinks)
+        if len(pieces) == 1 and merged.shape[0] == q.shape[0] and merged.shape[2] == q.shape[2]:
+            return merged, merged_lse
+        if out is None or lse is None:
+            out, lse = _zeros_for(q, v), merged_lse.new_zeros(q.shape[:3])
+        out[rows, :, queries], lse[rows, :, queries] = merged, merged_lse
+    if out is None or lse is None:  # nothing but padding
+        return _zeros_for(q, v), q.new_zeros(q.shape[:3], dtype=torch.float32)
+    return out, lse
+
+
+def _zeros_for(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """``[batch, heads, tile, size]``, in memory as the layer wants it next: tokens before heads."""
+    return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
 def _is_everything(piece: Piece, tile: Tile, q: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ from narrowboat.memory.forwards import forward_of
 from narrowboat.memory.layer_stream import LayerCall, stream_layer
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.linear_loss import Measures, linear_loss, shift
-from narrowboat.memory.offload import InputStore, StridedInputs, input_store
+from narrowboat.memory.offload import Store, Strided, store_at
 from narrowboat.memory.recompute import recompute_layer
 from narrowboat.memory.router import Routers
 from narrowboat.memory.schemes import Scheme
@@ -79,9 +79,10 @@ class _MicroBatch:
 
     layout: Layout
     seeds: Sequence[int]
-    inputs: InputStore
+    store: Store
     given: _Given
     further_outputs: list[torch.Tensor] = field(default_factory=list)
+    latest: torch.Tensor | None = None
 
 
 class Installed:
@@ -106,7 +107,7 @@ class Installed:
         self._whereabouts = Whereabouts()
         self._given: _Given | None = None
         self._batch: _MicroBatch | None = None
-        self._store: InputStore | None = None
+        self._store: Store | None = None
 
     def __enter__(self) -> Installed:
         if getattr(self._causal, INSTALLED, None) is not None:
@@ -124,7 +125,7 @@ class Installed:
         self._check(plan)
         if self._store is not None and plan.inputs != self.plan.inputs:
             self._store.close()
-            self._store = input_store(plan.inputs, self._tell)
+            self._store = store_at(plan.inputs, self._tell)
         if plan.weights != self.plan.weights:
             self._weights.rest(plan.weights)
         self.plan = plan
@@ -165,7 +166,7 @@ class Installed:
         self._weights = WeightStream(self.anatomy, self._tell)
         undo.callback(self._weights.close)
         self._weights.rest(self.plan.weights)
-        self._store = input_store(self.plan.inputs, self._tell)
+        self._store = store_at(self.plan.inputs, self._tell)
         setattr(self._causal, INSTALLED, self)
         undo.callback(delattr, self._causal, INSTALLED)
 
@@ -270,7 +271,7 @@ class Installed:
         self._at(seeds, given.offset, 0, layout.num_tokens)
         stride, store = self.plan.input_stride, self._store
         assert store is not None
-        return _MicroBatch(layout, seeds, StridedInputs(store, stride) if stride > 1 else store, given)
+        return _MicroBatch(layout, seeds, Strided(store, stride) if stride > 1 else store, given)
 
     def _refuse_unseparated(self, layout: Layout) -> None:
         """A state that runs along the tokens would carry one document into the next."""
@@ -310,7 +311,9 @@ class Installed:
         elif plan.layers == "recompute":
             out, *further = recompute_layer(x, call)
         else:
-            out, *further = stream_layer(x, call, plan.tile_tokens, batch.inputs, plan.keep_keys_values)
+            ours = x is batch.latest and not module._forward_hooks  # else someone may read it later
+            out, *further = stream_layer(x, call, plan.tile_tokens, batch.store, plan.keep_keys_values, ours)
+            batch.latest = out
         if link is not None:
             link.hand_on(is_last_use=is_kept or not torch.is_grad_enabled())
         batch.further_outputs += further

@@ -26,10 +26,10 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.attention import HandedOver, KeysValues, Link, Tile
+from narrowboat.memory.attention import HandedOver, KeysValues, Link, Outputs, Tile
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause
-from narrowboat.memory.offload import Held, InputStore
+from narrowboat.memory.offload import Held, Store
 from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.unread import Unread
 
@@ -88,17 +88,35 @@ class LayerCall:
         keys_values = None if self._link is None else self.keys_values()
         return self._run(x, Tile(self.layout, self._first, self.layout.num_tokens, keys_values))
 
+    @property
+    def carries(self) -> bool:
+        """Whether keys and values come from earlier segments and go on to later ones."""
+        return self._link is not None
+
     def keys_values(self) -> KeysValues:
         """For the row that this call is about; nothing is there yet but what is carried."""
         return KeysValues(self.layout.num_tokens, self._link)
 
-    def tile(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> torch.Tensor:
+    def tile(
+        self,
+        x: torch.Tensor,
+        start: int,
+        keys_values: KeysValues,
+        outputs: Outputs | None = None,
+        again: bool = False,
+    ) -> torch.Tensor:
         """Run ``[batch, tile, hidden]`` against the keys and values of earlier tiles."""
         start += self._first
-        return self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values))
+        tile = Tile(self.layout, start, start + x.shape[1], keys_values, outputs=outputs, again=again)
+        return self._run(x, tile)
 
     def backward(
-        self, leaf: torch.Tensor, start: int, keys_values: KeysValues, seeds: Sequence[torch.Tensor | None]
+        self,
+        leaf: torch.Tensor,
+        start: int,
+        keys_values: KeysValues,
+        outputs: Outputs | None,
+        seeds: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
         """Recompute a tile and give the gradients of ``leaf``, its input, and of the layer's trainable parameters.
 
@@ -106,8 +124,8 @@ class LayerCall:
         are gathered in ``keys_values``.
         """
         with torch.enable_grad(), self._leaving_out(leaf, recomputing=True):
-            outputs = [self.tile(leaf, start, keys_values), *self.collect()]
-        pairs = [(o, s) for o, s in zip(outputs, seeds, strict=False) if s is not None]
+            out = [self.tile(leaf, start, keys_values, outputs, again=True), *self.collect()]
+        pairs = [(o, s) for o, s in zip(out, seeds, strict=False) if s is not None]
         wanted = [t for t in (leaf, *self.layer.parameters()) if t.requires_grad]
         found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
         return [*found] if leaf.requires_grad else [None, *found]
@@ -143,7 +161,7 @@ class LayerCall:
         x, seed = (torch.empty_like(like[:, :num_tokens]).normal_(generator=generator) for _ in range(2))
         keys_values = KeysValues(num_tokens)
         if torch.is_grad_enabled():
-            return call.backward(x.requires_grad_(), 0, keys_values, [seed])
+            return call.backward(x.requires_grad_(), 0, keys_values, None, [seed])
         call.rebuild(x, 0, keys_values)
         return [keys_values.keys, keys_values.values]
 
@@ -193,27 +211,43 @@ def cache_name(layer: torch.nn.Module, forward: Callable[..., Any]) -> str:
 
 
 def stream_layer(
-    x: torch.Tensor, call: LayerCall, tile_tokens: int, inputs: InputStore, keep_keys_values: bool
+    x: torch.Tensor, call: LayerCall, tile_tokens: int, store: Store, keep_attention: bool, overwrite: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Run a layer in tiles: ``[batch, tokens, hidden]`` to the same, and whatever ``call.collect`` gives."""
+    """Run a layer in tiles.
+
+    Args:
+        x: ``[batch, tokens, hidden]``.
+        call: the layer.
+        tile_tokens: tokens of a tile.
+        store: takes what backward needs.
+        keep_attention: store keys, values and outputs of attention as well, instead of making them again.
+        overwrite: nobody reads ``x`` afterwards; if the store can do without it too, its storage becomes the output's.
+
+    Returns:
+        The same shape as ``x``, and whatever ``call.collect`` gives.
+    """
     if not torch.is_grad_enabled():
         out, further, _ = run_tiles(x, call, tile_tokens)
         return (out, *further)
     parameters = [p for p in call.layer.parameters() if p.requires_grad]
-    return _StreamLayer.apply(x, call, tile_tokens, inputs, keep_keys_values, *parameters)
+    return _StreamLayer.apply(x, call, tile_tokens, store, keep_attention, overwrite, *parameters)
 
 
 def run_tiles(
-    x: torch.Tensor, call: LayerCall, tile_tokens: int
+    x: torch.Tensor,
+    call: LayerCall,
+    tile_tokens: int,
+    outputs: Outputs | None = None,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], KeysValues]:
     """Run a layer tile by tile without a graph: its output, its further outputs, its keys and values."""
     keys_values, extras = call.keys_values(), _Joined()
     with cause(LAYER_INPUTS):  # of the next layer
-        out = torch.empty_like(x)
+        out = x.data if overwrite else torch.empty_like(x)
     with torch.no_grad(), call.visit():
         for start in tile_starts(x, tile_tokens):
             stop = min(start + tile_tokens, x.shape[1])
-            out[:, start:stop] = call.tile(x[:, start:stop], start, keys_values)
+            out[:, start:stop] = call.tile(x[:, start:stop], start, keys_values, outputs)
             extras.add(call.collect(), x.shape[0])
     return out, extras.tensors(x.shape[1]), keys_values
 
@@ -227,36 +261,68 @@ def tile_starts(x: torch.Tensor, tile_tokens: int) -> Sequence[int]:
     return [*starts[:2], *starts[-2:]] if is_fake(x) and len(starts) > 4 else starts
 
 
+class _Left:
+    """What the forward pass of a layer leaves for backward."""
+
+    def __init__(self, x: torch.Tensor, call: LayerCall, tile_tokens: int, store: Store, keep_attention: bool) -> None:
+        self._call, self._tile_tokens, self._store = call, tile_tokens, store
+        self.input = store.put(x, lambda x: run_tiles(x, call, tile_tokens)[0])
+        self.outputs = Outputs(store, x.shape[1]) if keep_attention and not call.carries else None
+        self._keys_values: list[Held] = []
+
+    def keep(self, made: KeysValues) -> None:
+        """Keep keys and values, if attention is kept."""
+        if self.outputs is not None and made.keys is not None and made.values is not None:
+            self._keys_values = [self._store.hold(t.transpose(1, 2)) for t in (made.keys, made.values)]
+
+    def keys_values(self, like: torch.Tensor) -> KeysValues:
+        """As they were kept; else rebuilt, but for the last tile, which hands over its own when it is recomputed."""
+        num_tokens = like.shape[1]
+        if self._keys_values:
+            return KeysValues.of(*(held.tile(0, num_tokens).transpose(1, 2) for held in self._keys_values))
+        made = self._call.keys_values()
+        for start in tile_starts(like, self._tile_tokens)[:-1]:
+            self._call.rebuild(self.input.tile(start, start + self._tile_tokens), start, made)
+        return made
+
+    def release(self) -> None:
+        """Nothing of it is needed any more."""
+        for held in (self.input, *self._keys_values):
+            held.release()
+        if self.outputs is not None:
+            self.outputs.release()
+
+
 class _StreamLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, call, tile_tokens, inputs, keep_keys_values, *parameters):  # type: ignore[no-untyped-def]
-        out, extras, keys_values = run_tiles(x, call, tile_tokens)
-        if any(ctx.needs_input_grad):
-            ctx.call, ctx.tile_tokens, ctx.parameters = call, tile_tokens, parameters
-            ctx.held = inputs.put(x, lambda x: run_tiles(x, call, tile_tokens)[0])
-            ctx.keys_values = keys_values if keep_keys_values else None
+    def forward(ctx, x, call, tile_tokens, store, keep_attention, overwrite, *parameters):  # type: ignore[no-untyped-def]
+        if not any(ctx.needs_input_grad):
+            out, extras, _ = run_tiles(x, call, tile_tokens)
+            return (out, *extras)
+        left = _Left(x, call, tile_tokens, store, keep_attention)
+        out, extras, keys_values = run_tiles(x, call, tile_tokens, left.outputs, overwrite and left.input.let_go())
+        left.keep(keys_values)
+        ctx.call, ctx.tile_tokens, ctx.parameters, ctx.left = call, tile_tokens, parameters, left
         return (out, *extras)
 
     @staticmethod
     def backward(ctx, out_grad, *extra_grads):  # type: ignore[no-untyped-def]
-        call, held, keys_values = ctx.call, ctx.held, ctx.keys_values
-        ctx.held = ctx.keys_values = ctx.call = None
+        call, left = ctx.call, ctx.left
+        ctx.left = ctx.call = None
         if not out_grad.is_contiguous():
             out_grad = out_grad.contiguous()
         with call.visit():
-            keys_values = keys_values or _rebuild(call, held, out_grad, ctx.tile_tokens)
             grads = _tiles_backward(
-                call, held, ctx.tile_tokens, keys_values, out_grad, extra_grads, ctx.parameters, ctx.needs_input_grad[0]
+                call, left, ctx.tile_tokens, out_grad, extra_grads, ctx.parameters, ctx.needs_input_grad[0]
             )
-        held.release()
-        return (out_grad if ctx.needs_input_grad[0] else None), None, None, None, None, *grads
+        left.release()
+        return (out_grad if ctx.needs_input_grad[0] else None), None, None, None, None, None, *grads
 
 
 def _tiles_backward(
     call: LayerCall,
-    held: Held,
+    left: _Left,
     tile_tokens: int,
-    keys_values: KeysValues,
     out_grad: torch.Tensor,
     extra_grads: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.nn.Parameter],
@@ -264,27 +330,20 @@ def _tiles_backward(
 ) -> list[torch.Tensor]:
     """The parameters' gradients; the input's takes the place of ``out_grad``, tile by tile, from last to first."""
     num_rows, num_tokens = out_grad.shape[:2]
+    keys_values = left.keys_values(out_grad)
     with cause(GRADIENTS):
         grads = [torch.zeros_like(p) for p in parameters]
     for start in reversed(tile_starts(out_grad, tile_tokens)):
         stop = min(start + tile_tokens, num_tokens)
-        leaf = held.tile(start, stop).detach().requires_grad_(needs_input_grad)
+        leaf = left.input.tile(start, stop).detach().requires_grad_(needs_input_grad)
         seeds = [out_grad[:, start:stop], *_cut_extras(extra_grads, num_rows, start, stop)]
-        leaf_grad, *found = call.backward(leaf, start, keys_values, seeds)
+        leaf_grad, *found = call.backward(leaf, start, keys_values, left.outputs, seeds)
         if leaf_grad is not None:
             out_grad[:, start:stop] = leaf_grad
         for grad, part in zip(grads, found, strict=True):
             if part is not None:
                 grad += part
     return grads
-
-
-def _rebuild(call: LayerCall, held: Held, out_grad: torch.Tensor, tile_tokens: int) -> KeysValues:
-    """The keys and values of all tiles but the last, which hands over its own when it is recomputed."""
-    keys_values = call.keys_values()
-    for start in tile_starts(out_grad, tile_tokens)[:-1]:
-        call.rebuild(held.tile(start, start + tile_tokens), start, keys_values)
-    return keys_values
 
 
 class _Joined:

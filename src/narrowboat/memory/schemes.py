@@ -11,6 +11,7 @@ Memory is that of full attention in flash kernels. Another result than full atte
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from narrowboat.errors import AnatomyError
@@ -57,5 +58,5 @@ def _groups(documents: tuple[Span, ...], size: int, shift: int) -> list[Span]:
     groups = []
     for start, stop in documents:
         cuts = [start, *range(start + size - shift, stop, size), stop]
-        groups += [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+        groups += [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
     return groups

@@ -17,6 +17,7 @@ from pydantic import (
     StringConstraints,
     Tag,
     TypeAdapter,
+    field_validator,
     model_validator,
 )
 
@@ -138,6 +139,14 @@ class DataOptions(Group):
     )
     cache: str = Field("", description="Folder for prepared data; in the user's cache folder if not given.")
     workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 for one a core.")
+
+    @field_validator("columns")
+    @classmethod
+    def _columns_are_pairs(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
+        wrong = [pair for pair in columns if not all(pair.partition("="))]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no pair; write it like text=body")
+        return columns
 
 
 class SegmentOptions(Group):
