@@ -9,8 +9,6 @@ from tests.memory.families import tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowboat.engine.engine import Engine
-from narrowboat.engine.scaling import LossScale, loss_scale
-from narrowboat.errors import OptionError
 from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, Meter, Reading
 from narrowboat.model.adapters import adapt
 from narrowboat.model.base import empty_base, give_fake_tensors
@@ -57,37 +55,3 @@ def test_adalomo_keeps_no_gradients():
     assert live.by_cause[GRADIENTS] >= size
     assert live_during.by_cause.get(GRADIENTS, 0) < 0.1 * size
     assert peak_during.device_bytes <= peak.device_bytes - 0.5 * size
-
-
-def test_a_scale_is_for_float16_alone_and_can_be_switched_off():
-    assert loss_scale(OptimizerOptions(), torch.float16) == LossScale(65536.0, 100)
-    assert loss_scale(OptimizerOptions(), torch.bfloat16) is None
-    assert loss_scale(OptimizerOptions(loss_scale=0), torch.float16) is None
-    with pytest.raises(OptionError, match="adalomo does not go with float16"):
-        loss_scale(OptimizerOptions(name="adalomo"), torch.float16)
-
-
-def test_a_scale_halves_on_overflow_and_doubles_after_good_steps():
-    scale = LossScale(4.0, growth_steps=2)
-    seen = []
-    for is_finite in (False, True, True, False, False, False, False):
-        scale.update(is_finite)
-        seen.append(scale.value)
-    assert seen == [2.0, 2.0, 4.0, 2.0, 1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("layers", ["keep", "recompute", "stream"])
-def test_the_scale_changes_no_gradient(layers: str):
-    """A power of two, in and out again: in float32 not a bit is lost, and the loss is told without it."""
-    results = []
-    for scale in (None, LossScale(2.0**10, 100)):
-        torch.manual_seed(0)
-        model = adapt(tiny("llama"), LoraOptions(rank=4), lambda _: None).model
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-        with Engine(model, optimizer, MemoryPlan(layers=layers, tile_tokens=16), 0, 0.5, scale=scale) as engine:
-            outcome = engine.step(rows(40, 20), 1.0, seed=0)
-        weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
-        results.append((float(outcome.loss), float(outcome.gradient_norm), weights))
-    (loss, norm, weights), (scaled_loss, scaled_norm, scaled_weights) = results
-    assert (scaled_loss, scaled_norm) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
-    assert torch.allclose(weights, scaled_weights, atol=1e-6)
