@@ -117,7 +117,7 @@ class Meter(TorchDispatchMode):
     def watch_model(self, model: torch.nn.Module) -> None:
         """Count parameters and buffers: frozen ones as base weights, trainable ones as adapters."""
         for parameter in model.parameters():
-            self.watch(parameter.data, ADAPTERS if parameter.requires_grad else BASE_WEIGHTS, "device")
+            self.watch(parameter, ADAPTERS if parameter.requires_grad else BASE_WEIGHTS, "device")
         for buffer in model.buffers():
             self.watch(buffer, BASE_WEIGHTS, "device")
 
