@@ -18,12 +18,15 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable .
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable '.[pdf,quant,optim,sweep]'
 	touch $@
 
 demo: setup
 	$(BIN)/python examples/demo_data.py --tokens $(DEMO_TOKENS) $(DEMO_FOLDER)/data
-	$(BIN)/narrowboat train examples/demo.yaml --data.max_tokens $(DEMO_TOKENS) --train.steps $(DEMO_STEPS)
+	rm -rf $(DEMO_FOLDER)/run
+	$(BIN)/narrowboat train examples/demo.yaml \
+		--data.train $(DEMO_FOLDER)/data/train --data.heldout $(DEMO_FOLDER)/data/heldout.jsonl \
+		--data.max_tokens $(DEMO_TOKENS) --train.steps $(DEMO_STEPS) --train.folder $(DEMO_FOLDER)/run
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -18,17 +18,19 @@ import torch
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared, prepare
 from narrowboat.engine.engine import Engine
+from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import Interrupted, OptionError
 from narrowboat.events import DataReady, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
 from narrowboat.machine.hardware import describe_device, device_memory, pick_device
-from narrowboat.machine.precision import Precision, choose_precision
+from narrowboat.machine.precision import Precision, choose_precision, name_of
 from narrowboat.memory.gauge import Gauge
 from narrowboat.memory.install import install
 from narrowboat.memory.meter import Meter as meter
 from narrowboat.model.adapters import Adapted, adapt, save_adapter
-from narrowboat.model.base import load_base, load_config, load_tokenizer
+from narrowboat.model.base import check_weights, hush_transformers, load_base, load_config, load_tokenizer
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.optimizers.build import build_optimizer
+from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
 from narrowboat.planner.forecast import Workload
@@ -80,6 +82,7 @@ class _Job:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._position = Position(0, 0, 0, "", {})
+        hush_transformers()
         self._gauge: Gauge | None = None
         self._last_loss: float | None = None
 
@@ -93,19 +96,25 @@ class _Job:
         if resume and found is None:
             self.tell(Notice(f"{self.folder} holds no whole checkpoint; the run begins anew."))
         device = pick_device(options.model.device)
-        precision = choose_precision(options.model.dtype, device)
+        precision = choose_precision(found[1].dtype if found else options.model.dtype, device)  # type: ignore[arg-type]
         self.tell(Notice(f"{describe_device(device)}; " + "; ".join(precision.lines())))
         config = load_config(options.model.name, self.tell)
+        check_weights(options.model.name, self.tell)
         tokenizer = load_tokenizer(options.model.name, self.tell)
         data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, self.tell)
         self.tell(DataReady(data.account.as_dict()))
         course = self._course(data)
         budget_bytes = options.memory.budget or int(0.9 * device_memory(device).free_bytes)
         choice = self._choose_plan(config, precision, course, budget_bytes)
-        position = found[1] if found else Position(0, course.num_steps, 0, _fingerprint(data), {})
+        position = (
+            found[1]
+            if found
+            else Position(0, course.num_steps, 0, _fingerprint(data), {}, name_of(precision.base.dtype))
+        )
         _refuse_other_data(position, course, data)
         adapted = self._load_model(precision, device)
-        optimizer = build_optimizer(options.optimizer, adapted.model.parameters())
+        scale = loss_scale(options.optimizer, precision.compute.dtype)
+        optimizer = build_optimizer(options.optimizer, adapted.model.named_parameters(), self.tell)
         if found:
             restore(found[0], adapted.model, optimizer)
         with ExitStack() as stack:
@@ -113,13 +122,14 @@ class _Job:
             self._gauge.watch_model(adapted.model)
             pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
             engine = stack.enter_context(
-                Engine(adapted.model, optimizer, choice.plan, pad_id, options.optimizer.clip_norm, self.tell)
+                Engine(adapted.model, optimizer, choice.plan, pad_id, options.optimizer.clip_norm, self.tell, scale)
             )
             checkpoints = self.folder / CHECKPOINTS
             self._position, self._last_loss = run(
                 engine, course, options, self._gauge, position, checkpoints, self.tell
             )
-        save_adapter(adapted.model, self.folder / ADAPTER)
+        with averaged(optimizer):
+            save_adapter(adapted.model, self.folder / ADAPTER)
         return self.end("done")
 
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:
@@ -171,7 +181,7 @@ class _Job:
                 name=self.options.model.name,
                 num_parameters=adapted.num_parameters,
                 num_trainable=adapted.num_trainable,
-                dtype=str(precision.base.dtype).removeprefix("torch."),
+                dtype=name_of(precision.base.dtype),
                 device=describe_device(device),
                 modules_by_target=adapted.matched,
             )

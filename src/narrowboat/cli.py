@@ -125,3 +125,7 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
     from narrowboat.monitor.report import write_report
 
     print(write_report(folder))
+
+
+if __name__ == "__main__":
+    main()

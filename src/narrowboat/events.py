@@ -80,7 +80,7 @@ class PlanChanged(Event):
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """One optimizer step."""
+    """One optimizer step; ``num_skipped`` is how many had no finite gradient in the run so far."""
 
     step: int
     num_steps: int
@@ -93,6 +93,7 @@ class StepDone(Event):
     seconds: float
     peak_bytes: int
     budget_bytes: int
+    num_skipped: int = 0
 
 
 @dataclass(frozen=True)

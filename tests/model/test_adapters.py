@@ -158,11 +158,12 @@ def test_a_saved_adapter_is_a_plain_peft_folder(tmp_path: Path, model_of):
     torch.testing.assert_close(again(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=0)
 
 
-def test_a_resumed_adapter_is_bit_equal_and_learns_on(tmp_path: Path, model_of):
-    first = adapted(model_of("llama", torch.bfloat16)).model
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, "none"), (torch.float32, "all")])
+def test_a_resumed_adapter_is_bit_equal_and_learns_on(dtype: torch.dtype, bias: str, tmp_path: Path, model_of):
+    first = adapted(model_of("qwen2", dtype), bias=bias).model
     train_a_little(first, steps=3)
     save_adapter(first, tmp_path / "adapter")
-    second = adapted(model_of("llama", torch.bfloat16)).model
+    second = adapted(model_of("qwen2", dtype), bias=bias).model
     load_adapter_state(second, tmp_path / "adapter")
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     state = {name.replace(".default", ""): p for name, p in second.named_parameters() if p.requires_grad}
@@ -184,18 +185,19 @@ def test_saving_again_replaces_the_older_one_whole(tmp_path: Path, model_of):
     )
 
 
-def test_a_full_disk_leaves_the_older_adapter_and_nothing_else(tmp_path: Path, model_of, monkeypatch):
+def test_a_disk_that_takes_no_more_leaves_the_older_adapter_and_nothing_else(tmp_path: Path, model_of):
+    """The system itself refuses files above 10,000 bytes for a moment, as a full disk would."""
+    resource = pytest.importorskip("resource")
     model = adapted(model_of("llama")).model
     save_adapter(model, tmp_path / "adapter")
     before = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
-
-    def full(self, folder: str, **_: object) -> None:
-        (Path(folder) / "adapter_model.safetensors").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(PeftModel, "save_pretrained", full)
-    with pytest.raises(CheckpointError, match=r"not saved: .*No space left on device. It takes 29.0 KiB, .* are free"):
-        save_adapter(model, tmp_path / "adapter")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"not saved: .*[Ff]ile too large.* It takes 29.0 KiB, .* are free"):
+            save_adapter(model, tmp_path / "adapter")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == before
 
@@ -213,3 +215,9 @@ def test_a_foreign_or_damaged_adapter_is_refused(tmp_path: Path, model_of):
         load_adapter_state(model, tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=r"there is no adapter_model.safetensors in it"):
         load_adapter_state(model, tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, model_of):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="the adapter was not saved"):
+        save_adapter(adapted(model_of("llama")).model, tmp_path / "file" / "adapter")

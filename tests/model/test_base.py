@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import (
+    AutoConfig,
     BertConfig,
     BertForMaskedLM,
     BertLMHeadModel,
@@ -22,7 +23,7 @@ from narrowboat.errors import ModelError
 from narrowboat.machine.precision import choose_precision
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.base import empty_base, give_fake_tensors, load_base, load_config, load_tokenizer
+from narrowboat.model.base import check_weights, empty_base, give_fake_tensors, load_base, load_config, load_tokenizer
 from narrowboat.options.schema import LoraOptions, ModelOptions
 
 CPU = torch.device("cpu")
@@ -89,10 +90,17 @@ def test_the_model_computes_what_was_saved(folder: Path, model_of):
             "no tokenizer in it, none of",
         ),
         (lambda f: (f / "tokenizer.json").write_text("{"), "its tokenizer cannot be loaded"),
-        (lambda f: shutil.copy(f / "config.json", f / "model.safetensors"), "model.safetensors cannot be read"),
+        (
+            lambda f: shutil.copy(f / "config.json", f / "model.safetensors"),
+            r"model.safetensors, \d+ bytes: cannot be read",
+        ),
         (
             lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
-            "cannot be read",
+            r"model.safetensors, [\d,]+ bytes: cannot be read",
+        ),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json"),
+            "model.safetensors.index.json: cannot be read as a list of weight files",
         ),
     ],
 )
@@ -108,6 +116,7 @@ def test_missing_shards_are_named(folder: Path, model_of):
     (folder / "model.safetensors").unlink()
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 2
+    check_weights(str(folder), print)
     shards[1].unlink()
     with pytest.raises(ModelError, match=rf"1 of {len(shards)} weight files are missing; first {shards[1].name}"):
         load(folder)
@@ -135,7 +144,7 @@ def test_weights_of_another_shape_are_refused(folder: Path):
 @pytest.mark.parametrize("kind", [BertForMaskedLM, BertLMHeadModel])
 def test_an_encoder_is_refused(kind, tmp_path: Path):
     kind(BertConfig(**TINY_BERT)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"is not a causal language model|look at later tokens: it is an encoder"):
+    with pytest.raises(ModelError, match=r"is not a causal language model|attention modules look at later tokens"):
         empty_base(load_config(str(tmp_path), print), torch.float32)
 
 
@@ -153,6 +162,7 @@ def test_models_that_predict_something_else_are_refused(tmp_path: Path, config_o
     [
         ("smollm2-135", "is no folder here and no hub name such as owner/model. Did you mean 'smollm2-135m'?"),
         ("./models/tiny", "./models/tiny: there is no such folder"),
+        ("~/no/such/model", "~/no/such/model: there is no such folder"),
         ("{folder}x", r"there is no such folder. Did you mean '.*tiny'?"),
         ("{folder}/config.json", "is a file; model.name takes the folder"),
     ],
@@ -166,11 +176,10 @@ def test_a_name_that_leads_nowhere_is_refused(name: str, problem: str, folder: P
 def test_a_fake_model_runs_forward_and_backward(family: str, config_of):
     """No parameter or buffer is left on meta, and a whole step of the adapted model runs on fake tensors."""
     model = adapt(empty_base(config_of(family), torch.bfloat16), LoraOptions(rank=2), lambda _: None).model
-    mode = FakeTensorMode()
-    give_fake_tensors(model, mode)
-    tensors = [*model.parameters(), *model.buffers()]
-    assert all(isinstance(tensor, FakeTensor) and tensor.device == CPU for tensor in tensors)
-    with mode:
+    with FakeTensorMode():
+        give_fake_tensors(model)
+        tensors = [*model.parameters(), *model.buffers()]
+        assert all(isinstance(tensor, FakeTensor) and tensor.device == CPU for tensor in tensors)
         ids = torch.zeros(1, 32, dtype=torch.long)
         model(input_ids=ids, labels=ids).loss.backward()
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -189,10 +198,28 @@ def test_an_empty_model_is_the_loaded_one_without_weights(folder: Path):
         assert {t.device.type for t in (*empty.parameters(), *empty.buffers())} == {device}
         assert empty.config._attn_implementation == loaded.config._attn_implementation
         assert Anatomy.of(empty).num_kv_heads == 2
-        give_fake_tensors(empty, FakeTensorMode())
+        with FakeTensorMode():
+            give_fake_tensors(empty)
 
 
 def test_tied_weights_stay_one_fake_tensor(config_of):
     model = empty_base(config_of("gemma2"), torch.bfloat16)
-    give_fake_tensors(model, FakeTensorMode())
+    with FakeTensorMode():
+        give_fake_tensors(model)
     assert Anatomy.of(model).tied
+
+
+def test_a_model_with_eyes_is_no_encoder():
+    """Its picture tower looks both ways; its text layers are found, and found causal."""
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    eyes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("gemma3", text_config={**text, "vocab_size": 300}, vision_config=eyes)
+    anatomy = Anatomy.of(empty_base(config, torch.bfloat16))
+    assert type(anatomy.backbone).__name__ == "Gemma3TextModel"
+    assert [layer.window for layer in anatomy.layers] == [4096, 4096]

@@ -42,7 +42,8 @@ def test_r26_what_is_no_number_is_refused_with_file_line_key_and_value(tmp_path:
 def test_all_mistakes_are_told_together(tmp_path: Path) -> None:
     path = written(
         tmp_path,
-        "lora:\n  rank: abc\n  alhpa: 3\noptimizr: {lr: 1}\noptimizer:\n  schedule: cosin\nmemory:\n  budget: 24 gobs\n",
+        "lora:\n  rank: abc\n  alhpa: 3\noptimizr: {lr: 1}\n"
+        "optimizer:\n  schedule: cosin\nmemory:\n  budget: 24 gobs\n",
     )
     with pytest.raises(OptionError) as refused:
         load(path, {"lora.rnk": "4", "train.steps": "0"})
@@ -62,7 +63,7 @@ def test_all_mistakes_are_told_together(tmp_path: Path) -> None:
 
 
 def test_the_right_option_in_the_wrong_group_is_suggested() -> None:
-    with pytest.raises(OptionError, match="Did you mean 'optimizer.warmup_steps'"):
+    with pytest.raises(OptionError, match=r"Did you mean 'optimizer\.warmup_steps'"):
         load(None, {"train.warmup_steps": "3"})
 
 

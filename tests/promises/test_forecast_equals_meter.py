@@ -80,7 +80,7 @@ def read(case: Case) -> Reading:
     options = case.options()
     base = transformers.AutoModelForCausalLM.from_config(case.config(), dtype=case.dtype)
     model = adapt(base, options.lora, lambda event: None).model
-    optimizer = build_optimizer(options.optimizer, model.parameters())
+    optimizer = build_optimizer(options.optimizer, model.named_parameters())
     ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], case.num_tokens, dtype=np.int32)
     rows = [Row(ids, ids, (case.num_tokens,))] * case.num_rows
     plan = case.plan.model_copy(update={"micro_batch_tokens": case.num_rows * case.num_tokens})

@@ -20,6 +20,7 @@ class Account:
     num_documents: int = 0
     num_segments: int = 0
     num_examples: int = 0
+    num_lost: int = 0  # characters that the tokenizer has no token for
     num_joined_turns: int = 0
     num_folded_systems: int = 0
     read_tokens: int = 0  # by the training tokenizer, with its special tokens and the template's words

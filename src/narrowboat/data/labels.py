@@ -36,6 +36,7 @@ class Rendered:
     input_ids: Tokens  # [tokens]
     turn: NDArray[np.int32]  # [tokens]
     message: NDArray[np.int32]  # [tokens]
+    num_lost: int = 0
 
     def renumber(self, numbers: Sequence[int]) -> Rendered:
         """The same, with message ``i`` called ``numbers[i]``: a part's messages by their places in the dialogue."""
@@ -80,19 +81,20 @@ class ChatTemplate:
         places = self._places(text, messages, tools)
         tokenised = self._encoder.encode([text])[0]
         turn = np.full(len(tokenised), -1, np.int32)
-        bounds = np.zeros(len(messages) + 1, np.int64)
+        ends = np.zeros(len(messages), np.int64)
         for number, message in enumerate(messages):
             start, end = self._span(text, messages, places, number, tools)
-            bounds[number + 1] = max(end, bounds[number])
+            ends[number] = end
             if message["role"] != "assistant":
                 continue
             first, last = tokenised.span(start, end)
             last = self._closing(tokenised.input_ids, first, last, tokenised, places, number, message)
             turn[first:last] = number
-            bounds[number + 1] = max(bounds[number + 1], tokenised.edges[last])
-        bounds[-1] = len(text)
-        owner = np.searchsorted(bounds[1:], tokenised.edges[:-1], side="right").astype(np.int32)
-        return Rendered(text, tokenised.input_ids, turn, np.minimum(owner, len(messages) - 1))
+            ends[number] = max(end, tokenised.edges[last])
+        order = np.argsort(ends, kind="stable")  # some templates move the system prompt to the last question
+        owner = np.searchsorted(ends[order], tokenised.edges[:-1], side="right")
+        message_of = order[np.minimum(owner, len(order) - 1)].astype(np.int32)
+        return Rendered(text, tokenised.input_ids, turn, message_of, tokenised.num_lost)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool = False) -> str:
         try:
@@ -199,30 +201,33 @@ def _num_shared(a: str, b: str) -> int:
 def _markings(messages: Sequence[Message]) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Ways to mark the messages, from the one that says most to the one that disturbs a template least."""
     every = "".join(str(message.get("content") or "") for message in messages)
-    used = {ord(c) - _STARTS for c in set(every) if ord(c) >= _STARTS}
+    used = {ord(character) - _STARTS for character in re.findall("[\U000f0000-\U0010ffff]", every)}
     base = next(
         base
         for base in range(0, 0x10000 - len(messages), len(messages) + 1)
         if not any((u - base) % 0x10000 < len(messages) for u in used)
     )
-    for with_start, roles in ((True, None), (False, None), (True, {"assistant"}), (False, {"assistant"})):
-        yield (
-            [
-                _mark(message, base + number, with_start)
-                if roles is None or message["role"] in roles
-                else dict(message)
-                for number, message in enumerate(messages)
-            ],
-            base,
-        )
+    anyone = {message["role"] for message in messages}
+    for with_start, empty_too, roles in (
+        (True, True, anyone),
+        (True, False, anyone),
+        (False, False, anyone),
+        (True, False, {"assistant"}),
+        (False, False, {"assistant"}),
+    ):
+        marked = [
+            _mark(message, base + number, with_start, empty_too) if message["role"] in roles else dict(message)
+            for number, message in enumerate(messages)
+        ]
+        yield marked, base
 
 
-def _mark(message: Message, number: int, with_start: bool) -> dict[str, Any]:
+def _mark(message: Message, number: int, with_start: bool, empty_too: bool) -> dict[str, Any]:
     """Marks stand inside the blanks around a text, because templates trim those."""
     content = message.get("content")
-    core = content.strip() if isinstance(content, str) else ""
-    if not core or not isinstance(content, str):
+    if not isinstance(content, str) or not (content.strip() or empty_too):
         return dict(message)
+    core = content.strip()
     at = content.index(core)
     start = chr(_STARTS + number) if with_start else ""
     marked = content[:at] + start + core + chr(_ENDS + number) + content[at + len(core) :]

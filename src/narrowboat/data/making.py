@@ -115,6 +115,7 @@ class Maker:
         target = np.concatenate([np.zeros(len(lead) + len(before)), learnt, np.ones(len(after))]).astype(np.bool_)
         target[:1] = False
         counts.read_tokens += len(ids) - len(lead)
+        counts.num_lost += tokenised.num_lost
         examples: list[Example] = []
         shift = len(lead) + len(before)
         for index, segment in enumerate(show(ends, tokenised, self._overlap, self._own_tokens)):
@@ -150,6 +151,7 @@ class Maker:
         full = self.template.render(messages, dialogue.tools)
         num_full = len(full.input_ids)
         counts.read_tokens += num_full
+        counts.num_lost += full.num_lost
         fits = num_full <= self.max_tokens
         parts = [(outline.whole(), full)] if fits else self._parts(outline, full, messages, dialogue.tools)
         shown: set[int] = set()

@@ -197,7 +197,7 @@ class _Preparation:
         account.formats[name] += record.is_last
         if isinstance(document, Text) and document.num_chars > 2 * block_chars and not record.block:
             for part in blocks(record.place, document.kind, [document.text], block_chars, lead_chars):
-                yield from self._documents(part, account, block_chars, lead_chars)
+                yield to_document(part)[0]
         else:
             yield document
 
@@ -233,6 +233,8 @@ def _tell(account: Account, tell: Tell, key: str) -> None:
                 f"{key}: {account.num_compressed:,} dialogues were too long; {cut:.0%} of their tokens were left out"
             )
         )
+    if account.num_lost:
+        tell(Notice(f"{key}: the tokenizer has no token for {account.num_lost:,} characters; no model can see them"))
     if account.num_joined_turns:
         tell(Notice(f"{key}: {account.num_joined_turns:,} turns joined to the turn before by the same speaker"))
     if account.num_folded_systems:

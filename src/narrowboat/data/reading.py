@@ -15,7 +15,9 @@ import json
 import lzma
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,28 +139,37 @@ def _decompressed(raw: IO[bytes]) -> IO[bytes]:
     return raw
 
 
-def _chunks(file: IO[bytes]) -> Iterator[str]:
-    """Text without a byte-order mark, ``\\r\\n`` as ``\\n``."""
+@contextmanager
+def _text(file: IO[bytes]) -> Iterator[io.TextIOWrapper]:
+    """``file`` as text without a byte-order mark, line ends as they are; ``file`` stays open."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    try:
+        yield text
+    finally:
+        text.detach()
+
+
+def _chunks(file: IO[bytes]) -> Iterator[str]:
+    """Pieces of a text, ``\\r\\n`` as ``\\n``."""
     held = ""
-    while chunk := text.read(CHUNK_CHARS):
-        chunk = held + chunk
-        held = "\r" if chunk.endswith("\r") else ""
-        yield chunk.removesuffix(held).replace("\r\n", "\n")
-    text.detach()
+    with _text(file) as text:
+        while chunk := text.read(CHUNK_CHARS):
+            if "\x00" in chunk:
+                raise DataError("it holds a zero byte, so it is not text")
+            chunk = held + chunk
+            held = "\r" if chunk.endswith("\r") else ""
+            yield chunk.removesuffix(held).replace("\r\n", "\n")
     if held:
         yield held
 
 
-def blocks(
-    place: str, kind: str, chunks: Iterable[str], block_chars: int, lead_chars: int
-) -> Iterator[Record | Broken]:
-    """One document; blocks end at the last blank line, line or blank of their second half."""
+def blocks(place: str, kind: str, chunks: Iterable[str], block_chars: int, lead_chars: int) -> Iterator[Record]:
+    """One document; blocks end at the last blank line, line or blank of their second half.
+
+    Each is tokenised by itself, so at the joins the tokens may be others than the whole document's.
+    """
     buffer, lead, block = "", "", 0
     for chunk in chunks:
-        if "\x00" in chunk:
-            yield Broken(place, "it holds a zero byte, so it is not text")
-            return
         buffer += chunk
         while len(buffer) > 2 * block_chars:
             end = _block_end(buffer, block_chars)
@@ -173,7 +184,8 @@ def _block_end(buffer: str, block_chars: int) -> int:
         end = buffer.rfind(mark, block_chars // 2, block_chars)
         if end > 0:
             return end + (len(mark) if mark != " " else 0)
-    return graphemes(buffer, block_chars - 2000, block_chars - 1000, block_chars + 1000)[0]
+    begin = max(block_chars - 2000, 0)
+    return graphemes(buffer, begin, block_chars // 2 if begin == 0 else begin + 1000, len(buffer))[0]
 
 
 def _lines(file: IO[bytes], path: Path) -> Iterator[Record | Broken]:
@@ -246,22 +258,20 @@ def _some(chunks: Iterator[str], num_chars: int) -> Iterator[str]:
 
 def _csv(file: IO[bytes], path: Path) -> Iterator[Record | Broken]:
     csv.field_size_limit(sys.maxsize)
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    head = text.readline()
-    delimiter = max("\t,;|", key=head.count)
-    names = next(csv.reader([head], delimiter=delimiter), [])
-    reader = csv.DictReader(text, names, delimiter=delimiter, strict=True)
-    try:
-        for row in reader:
-            place = f"{path}, line {reader.line_num + 1}"
-            if None in row or None in row.values():
-                num = len(names) + len(row.get(None) or []) - sum(value is None for value in row.values())
-                yield Broken(place, f"{num} fields where the first line names {len(names)}")
-            else:
-                yield Record(place, dict(row), "record")
-    except csv.Error as error:
-        yield Broken(f"{path}, line {reader.line_num + 1}", f"not valid CSV: {error}; the rest is not read")
-    text.detach()
+    with _text(file) as text:
+        head = text.readline()
+        delimiter = max("\t,;|", key=head.count)
+        reader = csv.reader(chain([head], text), delimiter=delimiter, strict=True)
+        try:
+            names = next(reader, [])
+            for row in reader:
+                place = f"{path}, line {reader.line_num}"
+                if len(row) == len(names):
+                    yield Record(place, dict(zip(names, row, strict=True)), "record")
+                elif row:
+                    yield Broken(place, f"{len(row)} fields where the first line names {len(names)}")
+        except csv.Error as error:
+            yield Broken(f"{path}, line {reader.line_num}", f"not valid CSV: {error}; the rest is not read")
 
 
 def _rows(path: Path, kind: str) -> Iterator[Record | Broken]:

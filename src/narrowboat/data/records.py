@@ -228,16 +228,26 @@ def _dialogue(place: str, turns: Any, tools: Any) -> Dialogue:
             messages.append(message)
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError("no message is the assistant's, so there is nothing to learn")
-    if isinstance(tools, str):
-        tools = json.loads(tools) if tools.strip() else None
-    return Dialogue(place, messages, tools or None, num_joined)
+    return Dialogue(place, messages, _tools(tools), num_joined)
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    """Descriptions of tools, which Parquet files often hold as JSON text."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise DataError(f"tools is not valid JSON: {error}") from None
+    if tools and not isinstance(tools, list):
+        raise DataError(f"tools is {_kind(tools)}, not a list")
+    return tools or None
 
 
 def _message(number: int, turn: Any) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise DataError(f"message {number} is {_kind(turn)}, not an object with role and content")
     role = turn.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"message {number} has the unknown role {role!r}{did_you_mean(str(role), ROLES)}")
     message: dict[str, Any] = {key: value for key, value in turn.items() if value is not None}
     message["role"] = ROLES[role]

@@ -1,8 +1,8 @@
 """Sentence ends, by sentencex, with what it gets wrong put right.
 
 A missed end costs little, since a long text has many; a false one cuts a sentence in two. So an end is given up where
-what follows goes on: a small letter ("et al. [2019] measured"), a number behind an abbreviation ("Sect. 3"), a particle
-behind a Japanese quotation. Chinese and Japanese full stops end a sentence with no blank behind them.
+what follows goes on: a small letter ("et al. [2019] measured"), a number or a name behind an abbreviation ("Vol. 3",
+"Dr. Who"), a particle behind a Japanese quotation. A Chinese or Japanese full stop needs no blank behind it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sentencex
 
 _CJK_END = re.compile(r"[。！？｡]+[”’」』）】》\"']*")
 _ENUMERATOR = re.compile(r"\s*[(\[]?(?:\d{1,3}|[A-Za-z]|[ivxIVX]{1,4})[.)\]]\s*")
+_NEVER_LAST = re.compile(r"\b(Mr|Mrs|Ms|Dr|Prof|Rev|Gen|Figs?|Eqs?|Refs?|Sect|cf|vs|viz|approx|e\.g|i\.e)\.\s*$")
 _ABBREVIATION = re.compile(r"\b([A-Z][a-z]{0,4}|al|approx|art|ca|cf|ch|eq|fig|no|nr|p|pp|sec|vol)\.\s*$")
 _LOOK_BACK = 40
 
@@ -42,6 +43,6 @@ def _is_end(text: str, start: int, end: int) -> bool:
         return True
     if following.islower() or (not said[-1].isspace() and following.isalnum() and following.isascii()):
         return False
-    if following.isdigit() and _ABBREVIATION.search(said):
+    if _NEVER_LAST.search(said) or (following.isdigit() and _ABBREVIATION.search(said)):
         return False
     return not _ENUMERATOR.fullmatch(text, start, end)

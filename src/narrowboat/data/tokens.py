@@ -30,6 +30,7 @@ class Tokenised:
     input_ids: Tokens  # [tokens]
     edges: NDArray[np.int64]  # [tokens + 1]
     is_whole: NDArray[np.bool_]  # [tokens + 1]
+    num_lost: int = 0  # characters that the tokenizer has no token for, or tokens that say "unknown"
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -60,6 +61,7 @@ class Encoder:
             backend.no_padding()
         self._backend = backend
         self._num_bytes = _bytes_of_ids(backend)
+        self._unknown_id = tokenizer.unk_token_id if self._num_bytes is None else None
         around = backend.encode("x").ids
         inner = backend.encode("x", add_special_tokens=False).ids
         place = next((i for i in range(len(around)) if around[i : i + len(inner)] == inner), 0)
@@ -70,7 +72,7 @@ class Encoder:
         """Tokens of each text, without special ones around it; special tokens' names inside are read as such."""
         if self._num_bytes is None:
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-            return [_by_offsets(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
+            return [self._by_offsets(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._by_bytes(text, encoding.ids) for text, encoding in zip(texts, encodings, strict=True)]
 
@@ -83,14 +85,32 @@ class Encoder:
         if not text.isascii():
             raw = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
             if edges[-1] != len(raw):
-                return _by_offsets(text, self._backend.encode(text, add_special_tokens=False))
+                return self._by_offsets(text, self._backend.encode(text, add_special_tokens=False))
             leads = np.ones(len(raw) + 1, np.bool_)
             leads[:-1] = (raw & 0xC0) != 0x80
             is_whole = leads[edges]
             edges = (np.cumsum(leads) - 1)[edges]
         elif edges[-1] != len(text):
-            return _by_offsets(text, self._backend.encode(text, add_special_tokens=False))
+            return self._by_offsets(text, self._backend.encode(text, add_special_tokens=False))
         return Tokenised(input_ids, edges, is_whole)
+
+    def _by_offsets(self, text: str, encoding: Any) -> Tokenised:
+        """From the tokenizer's own offsets; what no token claims (trimmed blanks) goes with the token after it."""
+        input_ids = np.array(encoding.ids, np.int32)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        ends = np.maximum.accumulate(offsets[:, 1])
+        edges = np.concatenate([[0], ends])
+        is_whole = np.ones(len(edges), np.bool_)
+        is_whole[1:-1] = offsets[1:, 0] >= ends[:-1]
+        edges[1:-1] = np.minimum(edges[1:-1], np.where(is_whole[1:-1], ends[:-1], offsets[1:, 0]))
+        if len(ends):
+            edges[-1] = len(text)
+        if self._num_bytes is None:
+            num_lost = int((input_ids == self._unknown_id).sum()) if self._unknown_id is not None else 0
+        else:
+            claimed = np.maximum(offsets[:, 1] - np.maximum(offsets[:, 0], np.concatenate([[0], ends])[:-1]), 0)
+            num_lost = len(text) - int(claimed.sum())
+        return Tokenised(input_ids, edges, is_whole, num_lost)
 
 
 def _bytes_of_ids(backend: Any) -> NDArray[np.int64] | None:
@@ -110,16 +130,3 @@ def _parts(component: Any, name: str) -> list[dict[str, Any]]:
     """A tokenizer's component as plain values, taken apart if it is a sequence of several."""
     described = json.loads(component.__getstate__()) if component is not None else {"type": None}
     return described.get(name, [described])
-
-
-def _by_offsets(text: str, encoding: Any) -> Tokenised:
-    """From the tokenizer's own offsets; what no token claims (trimmed spaces) goes with the token after it."""
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    ends = np.maximum.accumulate(offsets[:, 1])
-    edges = np.concatenate([[0], ends])
-    is_whole = np.ones(len(edges), np.bool_)
-    is_whole[1:-1] = offsets[1:, 0] >= ends[:-1]
-    edges[1:-1] = np.minimum(edges[1:-1], np.where(is_whole[1:-1], ends[:-1], offsets[1:, 0]))
-    if len(ends):
-        edges[-1] = len(text)
-    return Tokenised(np.array(encoding.ids, np.int32), edges, is_whole)

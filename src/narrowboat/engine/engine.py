@@ -18,9 +18,13 @@ from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.data.batches import MicroBatch, collate, group_rows
 from narrowboat.data.examples import Row
-from narrowboat.events import Tell
+from narrowboat.engine.scaling import LossScale
+from narrowboat.events import Notice, Tell
 from narrowboat.memory.install import Installed, install
 from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, cause
+from narrowboat.optimizers import driving
+from narrowboat.optimizers.account import account, describe
+from narrowboat.optimizers.buckets import DuringBackward, HostStates
 from narrowboat.plan import MemoryPlan
 
 
@@ -33,6 +37,8 @@ class Outcome:
     num_tokens: int
     num_supervised: int
     num_micro_batches: int
+    was_skipped: bool = False
+    loss_scale: float = 1.0
 
 
 class Engine:
@@ -45,6 +51,7 @@ class Engine:
         pad_id: the token that fills short rows.
         clip_norm: largest norm of the whole gradient; 0 leaves it as it is.
         tell: hears notices.
+        scale: of the loss, for float16; None leaves it as it is.
     """
 
     def __init__(
@@ -55,12 +62,18 @@ class Engine:
         pad_id: int,
         clip_norm: float = 0.0,
         tell: Tell = lambda event: None,
+        scale: LossScale | None = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.scale = model, optimizer, scale
         self._pad_id, self._clip_norm, self._tell = pad_id, clip_norm, tell
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self.device = next(model.parameters()).device
         self._installed: Installed = install(model, plan, tell)
+        self._states_are_told = False
+        if isinstance(optimizer, HostStates):
+            optimizer.resting = lambda: cause(OPTIMIZER_STATES, "host")
+        if isinstance(optimizer, DuringBackward):
+            optimizer.stepping = lambda: cause(OPTIMIZER_STATES)
 
     def __enter__(self) -> Engine:
         self._installed.__enter__()
@@ -90,19 +103,29 @@ class Engine:
         """
         assert self.optimizer is not None
         self.model.train()
+        driving.set_rate(self.optimizer, learning_rate)
         loss, num_micro_batches = self._gradients(rows, seed)
-        norm = self._clip()
-        if is_fake(norm) or torch.isfinite(norm):  # a bad step changes no weight and no moment
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
+        scale = self._scale_value
+        is_done = isinstance(self.optimizer, DuringBackward)
+        norm = self.optimizer.norm() if isinstance(self.optimizer, DuringBackward) else self._examine()
+        is_finite = is_fake(norm) or bool(torch.isfinite(norm) & torch.isfinite(loss))
+        if is_finite and not is_done:
+            self._unscale(norm)
             with cause(OPTIMIZER_STATES):
-                self.optimizer.step()
+                driving.step(self.optimizer, lambda: self._gradients_again(rows, seed))
+        if self.scale is not None:
+            self.scale.update(is_finite)
+        if is_finite and not is_fake(norm) and not self._states_are_told:
+            self._states_are_told = True
+            self._tell(Notice(describe(account(self.optimizer))))
         return Outcome(
             loss=loss,
             gradient_norm=norm,
             num_tokens=sum(row.num_tokens for row in rows),
             num_supervised=sum(row.num_supervised for row in rows),
             num_micro_batches=num_micro_batches,
+            was_skipped=not is_finite,
+            loss_scale=scale,
         )
 
     @torch.no_grad()
@@ -110,12 +133,18 @@ class Engine:
         """Summed loss in nats and number of supervised tokens; ``rows`` go through as the plan's micro-batches."""
         self.model.eval()
         total, num_supervised = 0.0, 0
-        for group in group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens):
-            batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
-            if batch.num_supervised:
-                total += float(self._loss(batch, 1, [0] * len(group)))
-                num_supervised += batch.num_supervised
+        with driving.averaged(self.optimizer):
+            for group in group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens):
+                batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
+                if batch.num_supervised:
+                    total += float(self._loss(batch, 1, [0] * len(group)))
+                    num_supervised += batch.num_supervised
         return total, num_supervised
+
+    def _gradients_again(self, rows: Sequence[Row], seed: int) -> None:
+        """The gradients at the weights' present values, without scale, not clipped."""
+        self._gradients(rows, seed)
+        self._unscale(None)
 
     def forget(self) -> None:
         """Drop the gradients of a step that failed."""
@@ -123,35 +152,60 @@ class Engine:
             parameter.grad = None
 
     def _gradients(self, rows: Sequence[Row], seed: int) -> tuple[torch.Tensor, int]:
-        """The step batch's loss and number of micro-batches; its gradients are in the parameters' ``grad``."""
+        """The step batch's loss and number of micro-batches; its gradients, scaled, are in the parameters' ``grad``."""
         num_supervised = max(1, sum(row.num_supervised for row in rows))
+        groups = group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens)
+        learnt = [group for group in groups if any(rows[i].num_supervised for i in group)]
+        none_is_kept = isinstance(self.optimizer, DuringBackward) and len(learnt) == 1
         with cause(GRADIENTS):
             for parameter in self._trainable:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = None if none_is_kept else torch.zeros_like(parameter)
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        groups = group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens)
-        for group in groups:
+        for group in learnt:
             batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
-            if batch.num_supervised:
-                part = self._loss(batch, num_supervised, [_row_seed(seed, i) for i in group])
-                part.backward()
-                loss += part.detach()
+            part = self._loss(batch, num_supervised, [_row_seed(seed, i) for i in group])
+            loss += part.detach()
+            if not isinstance(self.optimizer, DuringBackward) or group is not learnt[-1]:
+                part.backward(torch.full_like(part, self._scale_value))
+            elif is_fake(loss) or torch.isfinite(loss):
+                with self.optimizer.armed():
+                    part.backward()
         return loss, len(groups)
 
     def _loss(self, batch: MicroBatch, num_items: int, seeds: Sequence[int]) -> torch.Tensor:
+        """Summed loss over ``num_items``. Scaling begins at the logits: what follows them is held in 16 bits."""
+        scaled = None
+        if self.scale is not None and torch.is_grad_enabled():
+            scaled = torch.full(batch.labels.shape, self._scale_value / num_items, device=self.device)
         return self.model(
             input_ids=batch.input_ids,
             labels=batch.labels,
             position_ids=batch.position_ids,
             attention_mask=batch.attention_mask,
             lengths=batch.lengths,
-            num_items_in_batch=num_items,
+            loss_weights=scaled,
+            num_items_in_batch=num_items if scaled is None else self._scale_value,
             dropout_seeds=seeds,
         ).loss
 
-    def _clip(self) -> torch.Tensor:
-        largest = self._clip_norm or torch.inf
-        return torch.nn.utils.clip_grad_norm_(self._trainable, largest, foreach=True)
+    @property
+    def _scale_value(self) -> float:
+        return 1.0 if self.scale is None else self.scale.value
+
+    def _examine(self) -> torch.Tensor:
+        """Norm of the whole gradient: one pass that finds anything not finite, in the adapters' gradients alone."""
+        return torch.nn.utils.get_total_norm(self._present_gradients(), foreach=True) / self._scale_value
+
+    def _unscale(self, norm: torch.Tensor | None) -> None:
+        """Take the scale out of the gradients and clip them, in one pass."""
+        factor: float | torch.Tensor = 1 / self._scale_value
+        if norm is not None and self._clip_norm:
+            factor = factor * torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            torch._foreach_mul_(self._present_gradients(), factor)
+
+    def _present_gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._trainable if p.grad is not None]
 
 
 def _row_seed(seed: int, row: int) -> int:

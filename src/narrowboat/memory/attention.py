@@ -8,6 +8,7 @@ earlier keys and values are added in place to a second buffer, which the earlier
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class _AttendTile(torch.autograd.Function):
             if len(pieces) == 1 and merged.shape[0] == q.shape[0] and merged.shape[2] == q.shape[2]:
                 out, lse = merged, merged_lse
                 break
-            if out is None:
+            if out is None or lse is None:
                 out = merged.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
                 lse = merged_lse.new_zeros(q.shape[:3])
             out[rows, :, queries], lse[rows, :, queries] = merged, merged_lse
@@ -175,8 +176,8 @@ class _AttendTile(torch.autograd.Function):
         dq = None
         for piece in pieces:
             rows, queries = piece.rows, slice(piece.start - tile.start, piece.stop - tile.start)
-            here = (t[rows, :, queries] for t in (grad, q, out, lse))
-            piece_dq = _piece_backward(kernel, *here, keys, values, base, piece, scores, into)
+            here = [t[rows, :, queries] for t in (grad, q, out, lse)]
+            piece_dq = _piece_backward(kernel, here, keys, values, base, piece, scores, into)
             if len(pieces) == 1 and piece_dq.shape == q.shape:
                 dq = piece_dq
                 break
@@ -232,10 +233,7 @@ def _attend_piece(
 
 def _piece_backward(
     kernel: Kernel,
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    here: Sequence[torch.Tensor],  # the piece's output gradient, queries, output and log-sum-exp
     keys: torch.Tensor,
     values: torch.Tensor,
     base: int,
@@ -244,7 +242,7 @@ def _piece_backward(
     into: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """The piece's query gradient; gradients of the keys and values it sees are added to ``into``."""
-    dq = None
+    dq, (grad, q, out, lse) = None, here
     for stretch in piece.keys:
         where = slice(stretch.start - base, stretch.stop - base)
         k, v = keys[piece.rows, :, where], values[piece.rows, :, where]

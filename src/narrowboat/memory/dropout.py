@@ -36,6 +36,10 @@ class Whereabouts:
         """Say what comes next."""
         self.start, self.stop, self.rows = start, stop, rows
 
+    def leave(self) -> None:
+        """Nothing of ours is on its way: dropout is PyTorch's own again."""
+        self.seeds = ()
+
 
 class PlacedDropout:
     """Stands in for the forward of the ``index``-th dropout module of a model."""
@@ -53,6 +57,8 @@ class PlacedDropout:
         if not self._module.training or p == 0.0:
             return x
         here = self._whereabouts
+        if not here.seeds:
+            return torch.nn.functional.dropout(x, p)
         seeds, num_tokens = here.seeds[here.rows], here.stop - here.start
         width = x.shape[-1]
         if x.numel() != len(seeds) * num_tokens * width:

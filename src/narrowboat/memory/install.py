@@ -4,34 +4,37 @@
         model(input_ids=ids, labels=labels).loss.backward()
 
 Layers run as the plan says, attention is ours, and the loss comes straight from the last layer's output without
-logits. No class of the model is touched: the instance's forwards are replaced while the ``with`` lasts. A call without
-labels is the model's own, so evaluation and generation go on as before.
+logits. No class of the model is touched: the instances' forwards are replaced while the ``with`` lasts. Whoever wants
+gradients of something else, such as logits or hidden states, gets the same layers. A call that trains nothing is the
+model's own, so generation goes on as before.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from types import TracebackType
-from typing import Any
+from functools import partial, wraps
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
-from torch.nn import functional as F
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from narrowboat.errors import AnatomyError, ModelError
 from narrowboat.events import Tell
 from narrowboat.memory import attention
 from narrowboat.memory.dropout import PlacedDropout, Whereabouts
+from narrowboat.memory.forwards import forward_of
 from narrowboat.memory.layer_stream import LayerCall, stream_layer
 from narrowboat.memory.layout import Layout
-from narrowboat.memory.linear_loss import Tail, linear_loss, shift
+from narrowboat.memory.linear_loss import Measures, linear_loss, shift
 from narrowboat.memory.offload import InputStore, StridedInputs, input_store
 from narrowboat.memory.recompute import recompute_layer
 from narrowboat.memory.router import Routers
+from narrowboat.memory.tail import Tail
+from narrowboat.memory.weight_stream import WeightStream
 from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.plan import MemoryPlan
 
@@ -54,6 +57,14 @@ def install(model: torch.nn.Module, plan: MemoryPlan, tell: Tell = lambda event:
 
 
 @dataclass
+class _Given:
+    """What the loss's caller says of the micro-batch beside the model's own arguments; without seeds some are drawn."""
+
+    lengths: Sequence[Sequence[int]] | None = None
+    seeds: Sequence[int] | None = None
+
+
+@dataclass
 class _MicroBatch:
     """What all layers need to know of the micro-batch that is on its way."""
 
@@ -64,51 +75,37 @@ class _MicroBatch:
 
 
 class Installed:
-    """A plan on a model; use it as a context manager."""
+    """A plan on a model; use it as a context manager.
+
+    Attributes:
+        anatomy: the model's parts.
+        plan: the plan that it runs under.
+        run_layer: runs a layer instead of the plan while it is not None: ``(index, call, input) -> output``.
+    """
 
     def __init__(self, model: torch.nn.Module, plan: MemoryPlan, tell: Tell) -> None:
         self.anatomy = Anatomy.of(model)
         self._causal, self._layers = self.anatomy.causal, self.anatomy.layers
-        self._tell = tell
+        self._config, self._tell = text_config(self._causal), tell
         self._check(plan)
         self.plan = plan
-        self._replaced: list[torch.nn.Module] = []
+        self.run_layer: Callable[[int, LayerCall, torch.Tensor], torch.Tensor] | None = None
+        self._undo = ExitStack()
         self._whereabouts = Whereabouts()
+        self._given: _Given | None = None
         self._batch: _MicroBatch | None = None
         self._store: InputStore | None = None
-        self._routers: Routers | None = None
-        self._tail: Tail | None = None
 
     def __enter__(self) -> Installed:
         if getattr(self._causal, INSTALLED, None) is not None:
             raise ModelError("A plan is installed on this model already; leave its `with` first, or use its replan().")
-        attention.register()
-        self._own_forward = self._causal.forward
-        self._tail = self._make_tail()
-        self._replace(self._causal, self._forward)
-        for i, layer in enumerate(self._layers):
-            self._replace(layer.module, partial(self._layer, i, layer.module.forward))
-        dropouts = [m for m in self._causal.modules() if type(m) is torch.nn.Dropout]
-        for i, dropout in enumerate(dropouts):
-            self._replace(dropout, PlacedDropout(dropout, i, self._whereabouts))
-        self._has_dropout = any(dropout.p > 0 for dropout in dropouts)
-        self._routers = Routers(self._causal)
-        self._store = input_store(self.plan.inputs, self._tell)
-        setattr(self._causal, INSTALLED, self)
+        with ExitStack() as undo:
+            self._put_on(undo)
+            self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for module in self._replaced:
-            del module.__dict__["forward"]
-        self._replaced.clear()
-        if self._routers is not None:
-            self._routers.close()
-        if self._store is not None:
-            self._store.close()
-        self._batch = self._store = self._routers = self._tail = None
-        del self._causal.__dict__[INSTALLED]
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
 
     def replan(self, plan: MemoryPlan) -> None:
         """Go on under another plan, between two micro-batches; the result stays the same."""
@@ -116,6 +113,8 @@ class Installed:
         if self._store is not None and plan.inputs != self.plan.inputs:
             self._store.close()
             self._store = input_store(plan.inputs, self._tell)
+        if plan.weights != self.plan.weights:
+            self._weights.rest(plan.weights)
         self.plan = plan
 
     def _check(self, plan: MemoryPlan) -> None:
@@ -126,22 +125,43 @@ class Installed:
                 f"{len(self.anatomy.untileable_layers)} layers cannot be tiled, the first is "
                 f"{self.anatomy.untileable_layers[0]}; use the plan recompute."
             )
-
-    def _refuse_unseparated(self, layout: Layout) -> None:
-        """A state that runs along the tokens would carry one document into the next."""
-        most = max((len(documents) for documents in layout.rows), default=0)
-        if most > 1 and self.anatomy.untileable_layers:
-            raise AnatomyError(
-                f"A row holds {most} documents, and they would see each other through "
-                f"{self.anatomy.untileable_layers[0]}; give such a model one document a row."
+        if plan.weights != "device" and (plan.layers == "keep" or plan.num_kept_layers):
+            raise ModelError(
+                f"A plan with weights on {plan.weights} cannot keep layers' activations, which hold on to the "
+                "weights; use layers recompute or stream, and num_kept_layers 0."
             )
 
-    def _replace(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        module.__dict__["forward"] = forward
-        self._replaced.append(module)
+    def _put_on(self, undo: ExitStack) -> None:
+        attention.register()
+        own_forward = self._causal.forward
+        undo.callback(self._forget)
+        self._tail = Tail(self.anatomy, own_forward)
+        undo.enter_context(forward_of(self._causal, partial(self._forward, own_forward)))
+        backbone = self.anatomy.backbone
+        undo.enter_context(forward_of(backbone, partial(self._run_backbone, backbone.forward)))
+        for i, layer in enumerate(self._layers):
+            undo.enter_context(forward_of(layer.module, partial(self._layer, i, layer.module.forward)))
+        dropouts = [m for m in self._causal.modules() if type(m) is torch.nn.Dropout]
+        for i, dropout in enumerate(dropouts):
+            undo.enter_context(forward_of(dropout, PlacedDropout(dropout, i, self._whereabouts)))
+        self._has_dropout = any(dropout.p > 0 for dropout in dropouts)
+        self._routers = Routers(self._causal)
+        undo.callback(self._routers.close)
+        self._weights = WeightStream(self.anatomy, self._tell)
+        undo.callback(self._weights.close)
+        self._weights.rest(self.plan.weights)
+        self._store = input_store(self.plan.inputs, self._tell)
+        setattr(self._causal, INSTALLED, self)
+        undo.callback(delattr, self._causal, INSTALLED)
+
+    def _forget(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._batch = self._given = self._store = None
 
     def _forward(
         self,
+        own_forward: Callable[..., Any],
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -152,61 +172,117 @@ class Installed:
         loss_weights: torch.Tensor | None = None,
         lengths: Sequence[Sequence[int]] | None = None,
         dropout_seeds: Sequence[int] | None = None,
+        fused_lm_head: bool = False,
         **kwargs: Any,
     ) -> Any:
         """The causal language model's forward: with labels, only the loss.
 
         Beside transformers' arguments it takes ``loss_weights`` ``[batch, tokens]``, aligned with the targets;
-        ``lengths``, the documents of each row; and ``dropout_seeds``, a number for each row.
+        ``lengths``, the documents of each row; ``dropout_seeds``, a number for each row; and TRL's
+        ``fused_lm_head``, which wants each token's log-probability.
         """
-        if labels is None and shift_labels is None:
-            return self._own_forward(
-                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-                inputs_embeds=inputs_embeds, **kwargs,
-            )  # fmt: skip
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        assert tokens is not None and self._store is not None and self._tail is not None and self._routers is not None
-        layout = Layout.of(*tokens.shape[:2], attention_mask, position_ids, lengths)
-        self._refuse_unseparated(layout)
-        seeds = list(dropout_seeds) if dropout_seeds is not None else self._draw_seeds(tokens)
-        stride = self.plan.input_stride
-        self._batch = _MicroBatch(layout, seeds, StridedInputs(self._store, stride) if stride > 1 else self._store)
-        self._at(seeds, 0, layout.num_tokens)
-        by_default = getattr(text_config(self._causal), "output_router_logits", False)
-        self._routers.record(kwargs.pop("output_router_logits", by_default))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        if (labels is None and shift_labels is None) or self._store is None:
+            wanted = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            with self._visit_head_for_logits():
+                return own_forward(**inputs, **{k: v for k, v in wanted.items() if v is not None}, **kwargs)
+        targets = shift(cast(torch.Tensor, labels)) if shift_labels is None else shift_labels
+        self._given = given = _Given(lengths, dropout_seeds)
         try:
-            with self._our_attention(), self._without_norm():
-                hidden = self.anatomy.backbone(
-                    input_ids=input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, use_cache=False,
-                    output_router_logits=False, **_without_cache(kwargs),
-                ).last_hidden_state  # fmt: skip
-            further = tuple(self._batch.further_outputs)
+            with self._tail.left_to_the_loss():
+                out = self.anatomy.backbone(**inputs, **_for_backbone(kwargs))
+        finally:
+            self._given = None
+        at = partial(self._at_chunk, given.seeds or (), targets.shape[1])
+        measures = Measures.like(targets) if fused_lm_head else None
+        with self._weights.visit_head():
+            losses = linear_loss(
+                out.last_hidden_state, targets, self._tail, self.plan.chunk_tokens, loss_weights, at, measures
+            )
+        self._whereabouts.leave()
+        auxiliary = self._routers.auxiliary_loss(out.get("router_logits"), attention_mask)
+        learnt = targets >= 0
+        if measures is not None:
+            kept = slice(None) if shift_labels is not None else slice(-1)
+            return _FusedOutput(
+                log_probs=-losses[:, kept],
+                entropy=measures.entropy[:, kept],
+                is_top1=measures.correct[:, kept],
+                label_mask=learnt[:, kept],
+                aux_loss=auxiliary,
+            )
+        loss = losses.sum() / _denominator(learnt, num_items_in_batch, loss_weights)
+        if auxiliary is not None:
+            loss = loss + self._routers.coefficient * auxiliary
+        return CausalLMOutputWithPast(loss=loss)
+
+    def _run_backbone(self, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The backbone's forward: here a micro-batch begins."""
+        given = self._given
+        training = torch.is_grad_enabled() and self._causal.training and kwargs.get("past_key_values") is None
+        if self._store is None or self._batch is not None or not (training or given):
+            return own_forward(*args, **kwargs)
+        arguments = inspect.signature(own_forward).bind_partial(*args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        by_default = getattr(self._config, "output_router_logits", False)
+        wants_routers = arguments.pop("output_router_logits", None)
+        self._routers.record(by_default if wants_routers is None else wants_routers)
+        self._batch = batch = self._micro_batch(arguments, given or _Given())
+        try:
+            with self._our_attention():
+                out = own_forward(**arguments | {"use_cache": False, "output_router_logits": False})
         finally:
             self._batch = None
-        targets = shift_labels if shift_labels is not None else shift(labels)
-        loss = linear_loss(hidden, targets, self._tail_for(seeds, layout), self.plan.chunk_tokens, loss_weights)
-        loss = loss / _denominator(targets, num_items_in_batch, loss_weights)
-        auxiliary = self._routers.auxiliary_loss(further, attention_mask)
-        if auxiliary is not None:
-            loss = loss + auxiliary
-        return CausalLMOutputWithPast(loss=loss)
+            self._whereabouts.leave()
+        if batch.further_outputs:
+            out["router_logits"] = tuple(batch.further_outputs)
+        return out
+
+    def _micro_batch(self, arguments: dict[str, Any], given: _Given) -> _MicroBatch:
+        tokens = arguments.get("input_ids")
+        tokens = arguments["inputs_embeds"] if tokens is None else tokens
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        layout = Layout.of(tokens.shape[0], tokens.shape[1], mask, positions, given.lengths)
+        self._refuse_unseparated(layout)
+        given.seeds = seeds = self._draw_seeds(tokens) if given.seeds is None else list(given.seeds)
+        self._at(seeds, 0, layout.num_tokens)
+        stride, store = self.plan.input_stride, self._store
+        assert store is not None
+        return _MicroBatch(layout, seeds, StridedInputs(store, stride) if stride > 1 else store)
+
+    def _refuse_unseparated(self, layout: Layout) -> None:
+        """A state that runs along the tokens would carry one document into the next."""
+        most = max((len(documents) for documents in layout.rows), default=0)
+        if most > 1 and self.anatomy.untileable_layers:
+            raise AnatomyError(
+                f"A row holds {most} documents, and they would see each other through "
+                f"{self.anatomy.untileable_layers[0]}; give such a model one document a row."
+            )
 
     def _layer(self, index: int, own_forward: Callable[..., Any], x: torch.Tensor, **arguments: Any) -> Any:
         """A decoder layer's forward."""
         if self._batch is None:
-            return own_forward(x, **arguments)
-        batch, plan, routers = self._batch, self.plan, self._routers
-        assert routers is not None
+            with self._weights.visit_layer(index):
+                return own_forward(x, **arguments)
+        batch, plan = self._batch, self.plan
         module = self._layers[index].module
         call = LayerCall(
             module,
-            self._with_attention(own_forward),
+            self._under_our_rules(module, own_forward),
             arguments,
             batch.layout,
             before=partial(self._at, batch.seeds),
-            collect=partial(routers.collect, module),
+            collect=partial(self._routers.collect, module),
+            visit=partial(self._weights.visit_layer, index),
             attends=self._layers[index].attention is not None,
         )
+        if self.run_layer is not None:
+            return self.run_layer(index, call, x)
         if plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers:
             out, *further = (call.whole(x), *call.collect())
         elif plan.layers == "recompute":
@@ -216,19 +292,22 @@ class Installed:
         batch.further_outputs += further
         return out
 
-    def _with_attention(self, own_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Backward runs a layer again when the model's own attention is in place again."""
+    def _under_our_rules(self, module: torch.nn.Module, own_forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's own forward, with our attention and without its own checkpointing.
 
+        Backward runs a layer again when the model's own attention is in place again.
+        """
+
+        @wraps(own_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self._our_attention():
+            with self._our_attention(), _without_checkpointing(module):
                 return own_forward(*args, **kwargs)
 
-        forward.__wrapped__ = own_forward  # type: ignore[attr-defined]
         return forward
 
     @contextmanager
     def _our_attention(self) -> Iterator[None]:
-        config = text_config(self._causal)
+        config = self._config
         before = config._attn_implementation
         config._attn_implementation = attention.ATTENTION_NAME
         try:
@@ -237,21 +316,24 @@ class Installed:
             config._attn_implementation = before
 
     @contextmanager
-    def _without_norm(self) -> Iterator[None]:
-        """The final norm belongs to the loss's chunks."""
-        norm = self.anatomy.final_norm
-        if norm is None:
+    def _visit_head_for_logits(self) -> Iterator[None]:
+        if self._weights.copies and torch.is_grad_enabled() and self._causal.training:
+            raise ModelError(
+                f"Gradients of logits need the head for longer than its visit, and the plan's weights rest on "
+                f"{self.plan.weights}; give the model labels, or choose a plan with weights on the device."
+            )
+        with self._weights.visit_head():
             yield
-            return
-        norm.__dict__["forward"] = lambda x: x
-        try:
-            yield
-        finally:
-            del norm.__dict__["forward"]
 
     def _at(self, seeds: Sequence[int], start: int, stop: int) -> None:
         self._whereabouts.seeds = seeds
         self._whereabouts.move(start, stop)
+
+    def _at_chunk(self, seeds: Sequence[int], num_tokens: int, row: int, where: torch.Tensor | slice) -> None:
+        self._whereabouts.seeds = seeds
+        if isinstance(where, slice):  # else the head is frozen and drops nothing
+            first = row * num_tokens
+            self._whereabouts.move(where.start - first, where.stop - first, slice(row, row + 1))
 
     def _draw_seeds(self, tokens: torch.Tensor) -> list[int]:
         """From PyTorch's own generator, so that ``torch.manual_seed`` decides; none are drawn without dropout."""
@@ -259,79 +341,43 @@ class Installed:
             return [0] * tokens.shape[0]
         return torch.randint(0, 2**62, (tokens.shape[0],)).tolist()
 
-    def _tail_for(self, seeds: Sequence[int], layout: Layout) -> Tail:
-        assert self._tail is not None
 
-        def at(row: int, where: torch.Tensor | slice) -> None:
-            self._whereabouts.seeds = seeds
-            if isinstance(where, slice):
-                first = row * layout.num_tokens
-                self._whereabouts.move(where.start - first, where.stop - first, slice(row, row + 1))
+@dataclass
+class _FusedOutput(ModelOutput):
+    """What TRL's trainers expect of ``fused_lm_head``: a number for each predicted token, 0 where nothing is learnt."""
 
-        return Tail(
-            self._tail.norm, self._tail.head, self._tail.weight, self._tail.bias, self._tail.softcap,
-            self._tail.parameters, at,
-        )  # fmt: skip
-
-    def _make_tail(self) -> Tail:
-        anatomy = self.anatomy
-        norm = anatomy.final_norm
-        parts = [part for part in (norm, anatomy.head) if part is not None]
-        parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
-        head = anatomy.head
-        softcap = getattr(text_config(self._causal), "final_logit_softcapping", None)
-        tail = Tail(norm or (lambda x: x), self._logits, None, None, softcap, parameters)
-        if type(head) is not torch.nn.Linear or any(p.requires_grad for p in head.parameters()):
-            return tail
-        by_hand = Tail(tail.norm, tail.head, head.weight, head.bias, softcap, parameters)
-        return by_hand if self._does_no_more(by_hand) else tail
-
-    @torch.no_grad()
-    def _does_no_more(self, tail: Tail) -> bool:
-        """Whether the model's logits are its head's, capped or not, and nothing else."""
-        weight = tail.weight
-        assert weight is not None
-        if is_fake(weight):
-            return True
-        probe = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device, dtype=weight.dtype).view(1, 2, -1)
-        mine = F.linear(probe, weight, tail.bias).float()
-        if tail.softcap is not None:
-            mine = torch.tanh(mine / tail.softcap) * tail.softcap
-        own = self._logits(probe).float()
-        return bool(torch.allclose(mine, own, rtol=2e-2, atol=1e-2 * float(own.abs().max())))
-
-    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """What the model makes of ``[batch, tokens, hidden]``, by its own forward with the backbone left out."""
-        backbone = self.anatomy.backbone
-        backbone.__dict__["forward"] = lambda *_, **__: _Backbone(normed)
-        try:
-            return self._own_forward(inputs_embeds=normed, use_cache=False).logits
-        finally:
-            del backbone.__dict__["forward"]
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
 
 
-class _Backbone:
-    """Stands for a backbone's output: the hidden states and nothing else."""
+@contextmanager
+def _without_checkpointing(module: Any) -> Iterator[None]:
+    """The plan says what is recomputed, whatever ``gradient_checkpointing_enable`` said."""
+    if not getattr(module, "gradient_checkpointing", False):
+        yield
+        return
+    module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        module.gradient_checkpointing = True
 
-    def __init__(self, last_hidden_state: torch.Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
 
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> torch.Tensor | None:
-        return self.last_hidden_state if index == 0 else None
-
-
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _for_backbone(kwargs: dict[str, Any]) -> dict[str, Any]:
     left_out = ("use_cache", "cache", "past_key_values", "logits_to_keep", "return_dict")
     return {name: value for name, value in kwargs.items() if name not in left_out and value is not None}
 
 
 def _denominator(
-    targets: torch.Tensor, num_items: torch.Tensor | int | None, weights: torch.Tensor | None
+    learnt: torch.Tensor, num_items: torch.Tensor | int | None, weights: torch.Tensor | None
 ) -> torch.Tensor | int:
+    """By what the summed loss is divided; a batch in which nothing is learnt has a loss of 0."""
     if num_items is not None:
-        return num_items.to(targets.device) if isinstance(num_items, torch.Tensor) else num_items
-    learnt = targets >= 0
-    return learnt.sum() if weights is None else (weights * learnt).sum()
+        return num_items.to(learnt.device) if isinstance(num_items, torch.Tensor) else num_items
+    if weights is None:
+        return learnt.sum().clamp(min=1)
+    total = (weights * learnt).sum()
+    return torch.where(total == 0, torch.ones_like(total), total)

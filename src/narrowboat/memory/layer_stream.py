@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +44,7 @@ class LayerCall:
             ``Tile`` for its mask; any other one keeps the mask that it was passed.
         layout: the micro-batch's documents.
         before: told ``(start, stop)`` before each tile runs (dropout has to know).
+        visit: a context in which the layer's weights are on the device.
         collect: gives the layer's further outputs of the last run, such as router logits; each
             ``[batch * tile, ...]``.
         attends: whether the layer has attention.
@@ -56,10 +58,11 @@ class LayerCall:
         layout: Layout,
         before: Callable[[int, int], None],
         collect: Callable[[], tuple[torch.Tensor, ...]],
+        visit: Callable[[], AbstractContextManager[None]] = nullcontext,
         attends: bool = True,
     ) -> None:
         self.layer, self.layout = layer, layout
-        self._forward, self._before, self.collect = forward, before, collect
+        self._forward, self._before, self.collect, self.visit = forward, before, collect, visit
         self._attends = attends
         dropped = (*CACHE_NAMES, "use_cache", *(("attention_mask",) if attends else ()))
         self._arguments = {name: value for name, value in arguments.items() if name not in dropped}
@@ -145,7 +148,7 @@ def run_tiles(
     keys_values, extras = KeysValues(x.shape[1]), _Joined()
     with cause(LAYER_INPUTS):  # of the next layer
         out = torch.empty_like(x)
-    with torch.no_grad():
+    with torch.no_grad(), call.visit():
         for start in range(0, x.shape[1], tile_tokens):
             stop = min(start + tile_tokens, x.shape[1])
             out[:, start:stop] = call.tile(x[:, start:stop], start, keys_values)
@@ -165,27 +168,45 @@ class _StreamLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, out_grad, *extra_grads):  # type: ignore[no-untyped-def]
-        call, held, parameters = ctx.call, ctx.held, ctx.parameters
-        num_rows, num_tokens = out_grad.shape[:2]
-        starts = range(0, num_tokens, ctx.tile_tokens)
-        keys_values = ctx.keys_values or _rebuild(call, held, starts, num_tokens)
-        with cause(GRADIENTS):
-            grads = [torch.zeros_like(p) for p in parameters]
+        call, held, keys_values = ctx.call, ctx.held, ctx.keys_values
+        ctx.held = ctx.keys_values = ctx.call = None
         if not out_grad.is_contiguous():
             out_grad = out_grad.contiguous()
-        for start in reversed(starts):
-            stop = min(start + ctx.tile_tokens, num_tokens)
-            leaf = held.tile(start, stop).detach().requires_grad_(ctx.needs_input_grad[0])
-            seeds = [out_grad[:, start:stop], *_cut_extras(extra_grads, num_rows, start, stop)]
-            leaf_grad, found = _tile_backward(call, leaf, start, keys_values, seeds, parameters)
-            if leaf_grad is not None:
-                out_grad[:, start:stop] = leaf_grad
-            for grad, part in zip(grads, found, strict=True):
-                if part is not None:
-                    grad += part
+        with call.visit():
+            starts = range(0, out_grad.shape[1], ctx.tile_tokens)
+            keys_values = keys_values or _rebuild(call, held, starts, out_grad.shape[1])
+            grads = _tiles_backward(
+                call, held, starts, keys_values, out_grad, extra_grads, ctx.parameters, ctx.needs_input_grad[0]
+            )
         held.release()
-        ctx.held = ctx.keys_values = ctx.call = None
         return (out_grad if ctx.needs_input_grad[0] else None), None, None, None, None, *grads
+
+
+def _tiles_backward(
+    call: LayerCall,
+    held: Held,
+    starts: range,
+    keys_values: KeysValues,
+    out_grad: torch.Tensor,
+    extra_grads: Sequence[torch.Tensor | None],
+    parameters: Sequence[torch.nn.Parameter],
+    needs_input_grad: bool,
+) -> list[torch.Tensor]:
+    """The parameters' gradients; the input's takes the place of ``out_grad``, tile by tile, from last to first."""
+    num_rows, num_tokens = out_grad.shape[:2]
+    with cause(GRADIENTS):
+        grads = [torch.zeros_like(p) for p in parameters]
+    for start in reversed(starts):
+        stop = min(start + starts.step, num_tokens)
+        leaf = held.tile(start, stop).detach().requires_grad_(needs_input_grad)
+        seeds = [out_grad[:, start:stop], *_cut_extras(extra_grads, num_rows, start, stop)]
+        leaf_grad, found = _tile_backward(call, leaf, start, keys_values, seeds, parameters)
+        if leaf_grad is not None:
+            out_grad[:, start:stop] = leaf_grad
+        for grad, part in zip(grads, found, strict=True):
+            if part is not None:
+                grad += part
+    return grads
 
 
 def _rebuild(call: LayerCall, held: Held, starts: range, num_tokens: int) -> KeysValues:

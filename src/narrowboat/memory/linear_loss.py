@@ -6,45 +6,47 @@ gone: chunk x vocabulary x 4 bytes. The final norm belongs to the chunk as well,
 The backward's work is done in the forward pass, since the loss is the end of the line; backward scales. Exact; no
 extra time.
 
-A head without adapters takes the path by hand (``_frozen_chunk``); any other one, and any model that does more to its
-logits than a linear map and a soft cap, goes through autograd chunk by chunk (``_general_chunk``).
+A frozen head takes the path by hand (``_by_hand``) and only the tokens that are learnt; any other one, and any model
+that does more to its logits than a linear map and a soft cap, goes through autograd chunk by chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
+from narrowboat.errors import ModelError
 from narrowboat.memory.meter import GRADIENTS, LOSS, cause
+from narrowboat.memory.tail import Tail
 
 IGNORED = -100
+SCALED_TOKENS = 4096
+
+At = Callable[[int, torch.Tensor | slice], None]
 
 
-@dataclass(frozen=True)
-class Tail:
-    """What follows the last layer.
+@dataclass
+class Measures:
+    """What is known of each position beside its loss: ``[batch, tokens]``, zero where nothing is learnt."""
 
-    Attributes:
-        norm: the final norm, ``[batch, tokens, hidden] -> [batch, tokens, hidden]``.
-        head: ``[batch, tokens, hidden] -> [batch, tokens, vocabulary]``, with everything the model does to its logits.
-        weight: the head's ``[vocabulary, hidden]`` if it is a frozen plain linear map, else None.
-        bias: its bias, or None.
-        softcap: logits are ``softcap * tanh(logits / softcap)``, or None.
-        parameters: the trainable parameters of norm and head.
-        at: told before each chunk which row and flat positions it holds (dropout has to know).
-    """
+    entropy: torch.Tensor
+    correct: torch.Tensor
 
-    norm: Callable[[torch.Tensor], torch.Tensor]
-    head: Callable[[torch.Tensor], torch.Tensor]
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    softcap: float | None
-    parameters: Sequence[torch.nn.Parameter]
-    at: Callable[[int, torch.Tensor | slice], None] = lambda row, where: None
+    @classmethod
+    def like(cls, targets: torch.Tensor) -> Measures:
+        """Room for the measures of ``targets``."""
+        return cls(torch.zeros_like(targets, dtype=torch.float32), torch.zeros_like(targets, dtype=torch.bool))
+
+    def take(self, logits: torch.Tensor, target: torch.Tensor, where: torch.Tensor | slice) -> None:
+        """Entropy and hit of a chunk's fp32 ``[chunk, vocabulary]``."""
+        log_p = logits.detach().log_softmax(-1)
+        self.correct.view(-1)[where] = log_p.argmax(-1) == target
+        self.entropy.view(-1)[where] = -torch.linalg.vecdot(log_p.exp(), log_p) * (target >= 0)
 
 
 def linear_loss(
@@ -53,8 +55,10 @@ def linear_loss(
     tail: Tail,
     chunk_tokens: int,
     weights: torch.Tensor | None = None,
+    at: At = lambda row, where: None,
+    measures: Measures | None = None,
 ) -> torch.Tensor:
-    """Summed cross-entropy, fp32.
+    """Each position's cross-entropy times its weight: ``[batch, tokens]``, fp32, 0 where nothing is learnt.
 
     Args:
         hidden: ``[batch, tokens, hidden]``, the last layer's output before the final norm. Its storage is reused for
@@ -63,8 +67,16 @@ def linear_loss(
         tail: norm and head.
         chunk_tokens: positions whose logits are alive together.
         weights: ``[batch, tokens]``, a factor for each position's loss, or None.
+        at: told before each chunk which row and flat positions it holds (dropout has to know).
+        measures: filled on the way, for the logits' price once more.
+
+    Raises:
+        ModelError: in backward, when norm or head are trained and positions are weighted by anything but ``weights``.
     """
-    return _LinearLoss.apply(hidden, targets, weights, tail, chunk_tokens, torch.is_grad_enabled(), *tail.parameters)
+    grad_enabled = torch.is_grad_enabled()
+    work = _Work(tail, chunk_tokens, at, measures)
+    losses: torch.Tensor = _LinearLoss.apply(hidden, targets, weights, work, grad_enabled, *tail.parameters)
+    return losses
 
 
 def shift(labels: torch.Tensor) -> torch.Tensor:
@@ -72,38 +84,66 @@ def shift(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+@dataclass(frozen=True)
+class _Work:
+    tail: Tail
+    chunk_tokens: int
+    at: At
+    measures: Measures | None
+
+
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, targets, weights, tail, chunk_tokens, grad_enabled, *parameters):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, hidden, targets, weights, work, grad_enabled, *parameters):  # type: ignore[no-untyped-def]
         needs_grad = grad_enabled and any(ctx.needs_input_grad)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         flat = hidden.detach().view(-1, hidden.shape[-1])  # [batch * tokens, hidden], the caller's own storage
         flat_targets = targets.reshape(-1)
-        flat_weights = (flat_targets >= 0).float() if weights is None else weights.reshape(-1).float()
+        flat_weights = None if weights is None else weights.reshape(-1).float()
+        losses = torch.zeros(flat.shape[0], dtype=torch.float32, device=hidden.device)
         with cause(GRADIENTS):
             grads = [torch.zeros_like(p) for p in parameters] if needs_grad else []
         with cause(LOSS):
-            for row, where in _pieces(targets, chunk_tokens, gather=tail.weight is not None):
-                tail.at(row, where)
-                loss, gradient = _chunk(
-                    flat[where], flat_targets[where], flat_weights[where], tail, grads if needs_grad else None
-                )
-                total += loss
+            for row, where in _pieces(targets, work.chunk_tokens, gather=work.tail.by_hand):
+                work.at(row, where)
+                weight = None if flat_weights is None else flat_weights[where]
+                chunk = _Chunk(flat[where], flat_targets[where], weight, where, work.measures)
+                losses[where], gradient = _chunk_loss(chunk, work.tail, grads if needs_grad else None)
                 if gradient is not None:
                     flat[where] = gradient  # over the hidden states, which nobody reads again
             if needs_grad:
                 flat.masked_fill_((flat_targets < 0)[:, None], 0)
-        ctx.grads = grads
+        ctx.grads, ctx.targets = grads, flat_targets
         ctx.hidden_grad = hidden.detach() if ctx.needs_input_grad[0] else None
-        return total
+        return losses.view(targets.shape)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        hidden_grad, grads = ctx.hidden_grad, ctx.grads
-        ctx.hidden_grad, ctx.grads = None, []
+    def backward(ctx: Any, grad):  # type: ignore[no-untyped-def]
+        hidden_grad, grads, targets = ctx.hidden_grad, ctx.grads, ctx.targets
+        ctx.hidden_grad, ctx.grads, ctx.targets = None, [], None
+        factors = grad.reshape(-1)
         if hidden_grad is not None:
-            hidden_grad.mul_(grad.to(hidden_grad.dtype))
-        return hidden_grad, None, None, None, None, None, *(g.mul_(grad) for g in grads)
+            flat = hidden_grad.view(-1, hidden_grad.shape[-1])
+            for part, factor in zip(flat.split(SCALED_TOKENS), factors.split(SCALED_TOKENS), strict=True):
+                part.mul_(factor[:, None])  # computed in fp32, whatever the gradient's format
+        if grads:
+            factor = _one_factor(factors, targets)
+            grads = [g.mul_(factor) for g in grads]
+        return hidden_grad, None, None, None, None, *grads
+
+
+def _one_factor(factors: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """What all learnt positions' losses are multiplied by; gradients of norm and head are summed over them already."""
+    if is_fake(factors):
+        return factors.sum()
+    learnt = factors[targets >= 0]
+    if learnt.numel() == 0:
+        return factors.new_zeros(())
+    if not bool((learnt == learnt[0]).all()):
+        raise ModelError(
+            f"The loss weighs its tokens differently ({float(learnt.min()):.3g} to {float(learnt.max()):.3g}) after "
+            "the gradient of the trained norm or head was summed over them; pass the factors as loss_weights."
+        )
+    return learnt[0]
 
 
 def _pieces(targets: torch.Tensor, chunk_tokens: int, gather: bool) -> Iterator[tuple[int, torch.Tensor | slice]]:
@@ -124,59 +164,69 @@ def _pieces(targets: torch.Tensor, chunk_tokens: int, gather: bool) -> Iterator[
             yield row, slice(row * num_tokens + start, row * num_tokens + stop)
 
 
-def _chunk(
-    hidden: torch.Tensor,  # [chunk, hidden]
-    target: torch.Tensor,  # [chunk]
-    weight: torch.Tensor,  # [chunk]
-    tail: Tail,
-    grads: Sequence[torch.Tensor] | None,
+@dataclass(frozen=True)
+class _Chunk:
+    hidden: torch.Tensor  # [chunk, hidden]
+    target: torch.Tensor  # [chunk]
+    weight: torch.Tensor | None  # [chunk]
+    where: torch.Tensor | slice
+    measures: Measures | None
+
+    def weighted(self, losses: torch.Tensor) -> torch.Tensor:
+        return losses if self.weight is None else losses * self.weight
+
+
+def _chunk_loss(
+    chunk: _Chunk, tail: Tail, grads: Sequence[torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The chunk's loss and, with ``grads`` to add the parameters' gradients to, its gradient for ``hidden``."""
+    """The chunk's losses and, with ``grads`` to add the parameters' gradients to, the gradient for ``hidden``."""
     if grads is None:
-        return _cross_entropy(tail.head(tail.norm(hidden[None])), target, weight), None
+        return _by_autograd(chunk, tail.logits(tail.norm(chunk.hidden[None]))), None
     with torch.enable_grad():
-        leaf = hidden.detach().requires_grad_()
-        normed = tail.norm(leaf[None])
-        if tail.weight is None:
-            outputs = loss = _cross_entropy(tail.head(normed), target, weight)
-            seeds = None
-        else:
+        leaf = chunk.hidden.detach().requires_grad_()
+        normed = tail.norm(leaf[None])  # [1, chunk, hidden]
+        if tail.by_hand:
             outputs = normed
-            loss, seeds = _frozen_chunk(normed.detach(), target, weight, tail)
+            losses, seeds = _by_hand(chunk, normed.detach()[0], tail)
+        else:
+            losses = _by_autograd(chunk, tail.logits(normed))
+            outputs, seeds = losses.sum(), None
         leaf_grad, *found = torch.autograd.grad(outputs, [leaf, *tail.parameters], seeds, allow_unused=True)
     for grad, part in zip(grads, found, strict=True):
         if part is not None:
             grad += part
-    return loss.detach(), leaf_grad
+    return losses.detach(), leaf_grad
 
 
-def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    losses = F.cross_entropy(logits[0].float(), target, ignore_index=IGNORED, reduction="none")
-    return (losses * weight).sum()
+def _by_autograd(chunk: _Chunk, logits: torch.Tensor) -> torch.Tensor:
+    """The losses of ``[1, chunk, vocabulary]`` logits."""
+    wide = logits[0].float()
+    if chunk.measures is not None:
+        chunk.measures.take(wide, chunk.target, chunk.where)
+    return chunk.weighted(F.cross_entropy(wide, chunk.target, ignore_index=IGNORED, reduction="none"))
 
 
 @torch.no_grad()
-def _frozen_chunk(
-    normed: torch.Tensor,  # [1, chunk, hidden]
-    target: torch.Tensor,
-    weight: torch.Tensor,
-    tail: Tail,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and gradient for ``normed``: softmax minus one-hot, in the logits' own storage, times the head."""
-    assert tail.weight is not None
-    logits = F.linear(normed[0], tail.weight, tail.bias).float()  # [chunk, vocabulary]
+def _by_hand(chunk: _Chunk, normed: torch.Tensor, tail: Tail) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses ``[chunk]`` and the gradient for ``normed``, ``[1, chunk, hidden]``.
+
+    The gradient of the logits is their softmax minus one at the target, made in the logits' own storage.
+    """
+    logits = F.linear(normed, tail.weight, tail.bias).float()  # [chunk, vocabulary]
     slope = None
     if tail.softcap is not None:
         logits.div_(tail.softcap).tanh_()
         slope = 1 - logits * logits
         logits.mul_(tail.softcap)
-    lse = logits.logsumexp(-1)
-    index = target.clamp(min=0)[:, None]
-    weight = weight * (target >= 0)
-    loss = ((lse - logits.gather(1, index)[:, 0]) * weight).sum()
-    gradient = logits.sub_(lse[:, None]).exp_()
-    gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
+    if chunk.measures is not None:
+        chunk.measures.take(logits, chunk.target, chunk.where)
+    index = chunk.target[:, None]
+    largest = logits.amax(-1, keepdim=True)
+    at_target = logits.gather(1, index)
+    total = logits.sub_(largest).exp_().sum(-1, keepdim=True)
+    losses = chunk.weighted((total.log() + largest - at_target)[:, 0])
+    weight = torch.ones_like(total) if chunk.weight is None else chunk.weight[:, None]
+    gradient = logits.mul_(weight / total).scatter_add_(1, index, -weight)
     if slope is not None:
         gradient.mul_(slope)
-    gradient.mul_(weight[:, None])
-    return loss, (gradient.to(tail.weight.dtype) @ tail.weight)[None]
+    return losses, (gradient.to(tail.weight.dtype) @ tail.weight)[None]

@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_iter
 
 from narrowboat.plan import Place
@@ -33,6 +37,9 @@ LAYER_INPUTS = "layer inputs"
 KEYS_VALUES = "keys and values"
 LOSS = "loss"
 WORKING_SET = "working set"
+
+PLACE = "_narrowboat_place"
+"""A parameter that rests elsewhere than on the device says so under this name."""
 
 _current: ContextVar[tuple[str, Place]] = ContextVar("narrowboat_cause", default=(WORKING_SET, "device"))
 
@@ -86,6 +93,10 @@ class Meter(TorchDispatchMode):
         """Count ``tensor``'s storage, once, under ``name`` (default: the current cause) until it is freed."""
         if tensor.device.type == "meta":
             return
+        if is_traceable_wrapper_subclass(tensor):  # quantised: made of several plain tensors
+            for part in tensor.__tensor_flatten__()[0]:
+                self.watch(getattr(tensor, part), name, place)
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._seen:
@@ -117,7 +128,10 @@ class Meter(TorchDispatchMode):
     def watch_model(self, model: torch.nn.Module) -> None:
         """Count parameters and buffers: frozen ones as base weights, trainable ones as adapters."""
         for parameter in model.parameters():
-            self.watch(parameter, ADAPTERS if parameter.requires_grad else BASE_WEIGHTS, "device")
+            place: Place = getattr(parameter, PLACE, "device")
+            self.watch(parameter, ADAPTERS if parameter.requires_grad else BASE_WEIGHTS, place)
+            for scale in _scales(parameter):
+                self.watch(scale, BASE_WEIGHTS, place)
         for buffer in model.buffers():
             self.watch(buffer, BASE_WEIGHTS, "device")
 
@@ -159,14 +173,14 @@ class Meter(TorchDispatchMode):
     def _reading(
         live: dict[tuple[str, Place], int], device_bytes: int, peaks: dict[Place, int] | None = None
     ) -> Reading:
-        by_place: dict[str, int] = defaultdict(int)
+        by_place: dict[Place, int] = defaultdict(int)
         by_cause: dict[str, int] = {}
         for (name, place), num_bytes in live.items():
             by_place[place] += num_bytes
             if place == "device" and num_bytes:
                 by_cause[name] = by_cause.get(name, 0) + num_bytes
         if peaks is not None:
-            by_place.update(peaks)
+            by_place |= peaks
         ordered = dict(sorted(by_cause.items(), key=lambda item: -item[1]))
         return Reading(device_bytes, by_place["host"], by_place["disk"], ordered)
 
@@ -178,3 +192,14 @@ class Meter(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.watch(leaf)
         return out
+
+
+def _scales(parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
+    """What bitsandbytes keeps beside a quantised weight: scales of blocks, and the scales of those."""
+    holders = [parameter, getattr(parameter, "quant_state", None)]
+    holders.append(getattr(holders[1], "state2", None))
+    for holder in holders:
+        for name in ("SCB", "absmax", "offset", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, torch.Tensor):
+                yield value

@@ -104,9 +104,8 @@ class HostInputs:
     """Pinned host memory; on a CPU, where host and device are one, plain memory."""
 
     def __init__(self, tell: Tell) -> None:
-        self._tell, self._pool = tell, _Pool(self._allocate)
+        self._memory, self._pool = HostMemory(tell), _Pool(self._allocate)
         self._stream: torch.cuda.Stream | None = None
-        self._pinned_failed = False
 
     def put(self, x: torch.Tensor, layer: Layer) -> Held:
         """See ``InputStore``."""
@@ -127,16 +126,26 @@ class HostInputs:
 
     def _allocate(self, x: torch.Tensor) -> torch.Tensor:
         with cause(LAYER_INPUTS, "host"):
-            if x.device.type == "cuda" and not self._pinned_failed:
-                try:
-                    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-                except RuntimeError as error:
-                    self._pinned_failed = True
-                    size = format_bytes(x.numel() * x.element_size())
-                    self._tell(
-                        Notice(f"{size} could not be pinned ({error}); layer inputs go to pageable host memory.")
-                    )
-            return torch.empty(x.shape, dtype=x.dtype)
+            return self._memory.empty(x, x.device)
+
+
+class HostMemory:
+    """Host memory for what comes from a device and goes back: pinned for a card, pageable once pinning has failed."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._pinned_failed = False
+
+    def empty(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Room for a tensor like ``like`` that travels to ``device``."""
+        if device.type == "cuda" and not self._pinned_failed:
+            try:
+                return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+            except RuntimeError as error:
+                self._pinned_failed = True
+                size = format_bytes(like.numel() * like.element_size())
+                self._tell(Notice(f"{size} could not be pinned ({error}); from here on pageable host memory is used."))
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
 
 class _Copied(_Lent):

@@ -18,7 +18,8 @@ def recompute_layer(x: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, ...
     """Run a layer and forget its insides: ``[batch, tokens, hidden]`` to the same, and what ``call.collect`` gives."""
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (call.whole(x), *call.collect())
+        with call.visit():
+            return (call.whole(x), *call.collect())
 
     account(x, LAYER_INPUTS)
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)

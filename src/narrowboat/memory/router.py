@@ -42,20 +42,25 @@ class Routers:
             return ()
         return tuple(self._caught.pop(m) for m in layer.modules() if m in self._caught)
 
+    @property
+    def coefficient(self) -> float:
+        """By what the model multiplies its auxiliary loss."""
+        return float(getattr(self._causal, "router_aux_loss_coef", 0.0))
+
     def auxiliary_loss(
-        self, logits: Sequence[torch.Tensor], attention_mask: torch.Tensor | None
+        self, logits: Sequence[torch.Tensor] | None, attention_mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The model's own load-balancing loss, with its own coefficient; None when nothing was recorded."""
+        """The model's own load-balancing loss; None when nothing was recorded."""
         if not logits:
             return None
         function = getattr(sys.modules[type(self._causal).__module__], "load_balancing_loss_func", None)
-        coefficient = getattr(self._causal, "router_aux_loss_coef", None)
-        if function is None or coefficient is None:
+        if function is None:
             raise AnatomyError(
                 f"{type(self._causal).__name__} wants router logits but has no auxiliary loss to use them."
             )
         experts, chosen = self._causal.num_experts, self._causal.num_experts_per_tok
-        return coefficient * function(tuple(logits), experts, chosen, attention_mask)
+        loss: torch.Tensor = function(tuple(logits), experts, chosen, attention_mask)
+        return loss
 
     def close(self) -> None:
         """Stop listening."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -88,25 +87,19 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
         CheckpointError: the disk is full or cannot be written; nothing is left behind.
     """
     num_bytes = sum(t.numel() * t.element_size() for t in get_peft_model_state_dict(model).values())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        model.save_pretrained(str(draft), save_embedding_layers=False)
-        draft.chmod(0o755)
-        if folder.exists():
-            old = draft.with_name(draft.name + "-old")
-            os.replace(folder, old)
-            os.replace(draft, folder)
-            shutil.rmtree(old)
-        else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as workshop:
+            draft, old = Path(workshop) / "draft", Path(workshop) / "old"
+            model.save_pretrained(str(draft), save_embedding_layers=False)
+            if folder.exists():
+                os.replace(folder, old)
             os.replace(draft, folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder}: the adapter was not saved: {error}. It takes {format_bytes(num_bytes)}, "
             f"{format_bytes(free_disk_bytes(folder.parent))} are free there."
         ) from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def load_adapter_state(model: PeftModel, folder: Path) -> None:

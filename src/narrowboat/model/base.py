@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils import logging
 
-from narrowboat.errors import ModelError, did_you_mean
+from narrowboat.errors import ModelError, OutOfMemory, did_you_mean
 from narrowboat.events import Notice, Tell
-from narrowboat.machine.precision import Precision
+from narrowboat.machine.hardware import describe_device, device_memory
+from narrowboat.machine.precision import Precision, name_of
 from narrowboat.model import embedded
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.options.schema import ModelOptions
+from narrowboat.units import format_bytes
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -42,17 +44,16 @@ def load_base(options: ModelOptions, precision: Precision, device: torch.device,
 
     Raises:
         ModelError: there is no such model, it has no weights, some are missing or damaged, or it is not a causal one.
+        OutOfMemory: the device cannot hold the weights.
     """
     config = load_config(options.name, tell)
     tokenizer = load_tokenizer(options.name, tell)
     empty = empty_base(config, precision.base.dtype, options.name)
-    source = _source(options.name, tell)
-    if Path(source).is_dir():
-        _refuse_without_weights(Path(source))
+    check_weights(options.name, tell)
     place = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            source,
+            _source(options.name, tell),
             config=config,
             dtype=precision.base.dtype,
             attn_implementation=empty.config._attn_implementation,
@@ -60,13 +61,24 @@ def load_base(options: ModelOptions, precision: Precision, device: torch.device,
             ignore_mismatched_sizes=True,  # refused below, with their names
             **place,
         )
-    except SafetensorError as error:
-        raise ModelError(f"{options.name}: {_damaged(Path(source)) or 'its weights'} cannot be read: {error}") from None
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except torch.OutOfMemoryError:
+        size = sum(p.numel() * p.element_size() for p in empty.parameters())
+        free = device_memory(device).free_bytes
+        raise OutOfMemory(
+            f"{options.name}: its weights take {format_bytes(size)} in {name_of(precision.base.dtype)}, and "
+            f"{format_bytes(free)} are free on {describe_device(device)}. Take a smaller model, or free the card."
+        ) from None
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise ModelError(f"{options.name}: its weights cannot be loaded: {_first_line(error)}") from None
     _refuse_missing(options.name, found, tell)
     model.config.use_cache = False
     return model, tokenizer
+
+
+def hush_transformers() -> None:
+    """Leave it to Narrowboat to say what matters: no progress bars and no advice from transformers."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def load_config(name: str, tell: Tell) -> Any:
@@ -81,7 +93,8 @@ def load_config(name: str, tell: Tell) -> Any:
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{name}: its configuration cannot be loaded: {_first_line(error)}") from None
+        kind = "its configuration cannot be loaded" if Path(source).is_dir() else "no folder here, and no hub gives it"
+        raise ModelError(f"{name}: {kind}: {_first_line(error)}") from None
     stated = getattr(config, "architectures", None) or []
     causal = [kind for kind in stated if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
     if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder or (stated and not causal):
@@ -107,6 +120,28 @@ def load_tokenizer(name: str, tell: Tell) -> Any:
         raise ModelError(f"{name}: its tokenizer cannot be loaded: {_first_line(error)}") from None
 
 
+def check_weights(name: str, tell: Tell) -> None:
+    """Whether the folder of the model ``name`` has whole weights, in one file or in the shards of an index.
+
+    Takes milliseconds, so it can come before data are prepared; a hub's model is checked while it is loaded.
+
+    Raises:
+        ModelError: a file is missing, cut short or no weights at all.
+    """
+    folder = Path(_source(name, tell))
+    if not folder.is_dir():
+        return
+    files = _weight_files(folder)
+    if missing := [file for file in files if not (folder / file).exists()]:
+        raise ModelError(f"{folder}: {len(missing)} of {len(files)} weight files are missing; first {missing[0]}")
+    for path in (folder / file for file in files if file.endswith(".safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}, {path.stat().st_size:,} bytes: cannot be read: {error}") from None
+
+
 def empty_base(config: Any, dtype: torch.dtype, name: str = "") -> Any:
     """The model that ``load_base`` would load, with its tensors on ``meta``: 0.1 s for 8 billion weights.
 
@@ -121,35 +156,32 @@ def empty_base(config: Any, dtype: torch.dtype, name: str = "") -> Any:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise ModelError(f"{name}: transformers cannot build it: {_first_line(error)}") from None
-    if both_ways := [part for part in model.modules() if getattr(part, "is_causal", True) is False]:
+    looks_back_only = [part.is_causal for part in model.modules() if hasattr(part, "is_causal")]
+    if looks_back_only and not any(looks_back_only):  # a tower for pictures may look both ways
         raise ModelError(
-            f"{name}: {len(both_ways)} of its parts ({type(both_ways[0]).__name__}) look at later tokens: it is an "
-            "encoder; Narrowboat trains models that predict the next token"
+            f"{name}: its {len(looks_back_only)} attention modules look at later tokens: it is an encoder; Narrowboat "
+            "trains models that predict the next token"
         )
     Anatomy.of(model)
     model.config.use_cache = False
     return model
 
 
-def give_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Put fake CPU tensors in the place of those on ``meta``, so that a step can be run and metered under ``mode``.
+def give_fake_tensors(model: nn.Module) -> None:
+    """Inside ``with FakeTensorMode():``, put fake CPU tensors in the place of those on ``meta``.
 
-    Comes after ``adapt``: PEFT moves its weights about, which fake tensors do not allow. What is tied stays tied.
+    Then a step can be run and metered. Comes after ``adapt``: PEFT moves its weights about, which fake tensors do not
+    allow. What is tied stays tied.
     """
     fakes: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in fakes:
-                        fakes[id(tensor)] = _fake_twin(tensor, mode)
-                    tensors[name] = fakes[id(tensor)]  # type: ignore[assignment]
-
-
-def _fake_twin(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    with mode:
-        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, tensor.requires_grad)
+                    tensors[name] = fakes.setdefault(id(tensor), fake)  # type: ignore[assignment]
 
 
 def _source(name: str, tell: Tell) -> str:
@@ -158,7 +190,7 @@ def _source(name: str, tell: Tell) -> str:
         return str(embedded.fetch(tell))
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return str(folder)
+        return str(folder.absolute())  # an adapter remembers it
     if folder.is_file():
         raise ModelError(f"{name} is a file; model.name takes the folder with config.json and the weights")
     if name.startswith((".", "~", "/")) or name.count("/") > 1 or folder.is_absolute():
@@ -186,19 +218,19 @@ def _refuse_bad_config(path: Path) -> None:
         raise ModelError(f"{path}: model_type {kind!r} is not known to this transformers{near}")
 
 
-def _refuse_without_weights(folder: Path) -> None:
-    """Weights lie in one file, or in shards that an index lists."""
-    for index in (folder / name for name in INDEXES):
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the files that transformers will read: the first kind that is there, in one file or in listed shards."""
+    for file in WEIGHTS:
+        index = folder / f"{file}.index.json"
+        if (folder / file).exists():
+            return [file]
         if index.exists():
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            if missing := sorted(shard for shard in shards if not (folder / shard).exists()):
-                raise ModelError(
-                    f"{folder}: {len(missing)} of {len(shards)} weight files are missing; first {missing[0]}"
-                )
-            return
-    if not any((folder / name).exists() for name in WEIGHTS):
-        files = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
-        raise ModelError(f"{folder}: no weights in it, neither {' nor '.join(WEIGHTS)}; it holds {files}")
+            try:
+                return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+                raise ModelError(f"{index}: cannot be read as a list of weight files: {error!r}") from None
+    present = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
+    raise ModelError(f"{folder}: no weights in it, neither {' nor '.join(WEIGHTS)}; it holds {present}")
 
 
 def _refuse_missing(name: str, found: dict[str, Any], tell: Tell) -> None:
@@ -209,19 +241,6 @@ def _refuse_missing(name: str, found: dict[str, Any], tell: Tell) -> None:
             raise ModelError(f"{name}: {len(keys)} of its weights are {what}; first {first}. Is it a whole checkpoint?")
     if unused := found["unexpected_keys"]:
         tell(Notice(f"{name}: {len(unused)} tensors of its files belong to no part of the model; first {min(unused)}"))
-
-
-def _damaged(folder: Path) -> Path | None:
-    """The first safetensors file of ``folder`` whose header cannot be read."""
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError:
-            return path
-    return None
 
 
 def _first_line(error: Exception) -> str:

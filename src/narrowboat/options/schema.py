@@ -141,16 +141,46 @@ class MemoryOptions(Group):
     )
 
 
+OptimizerName = Literal[
+    "adamw", "adamw8bit", "adamw4bit", "adamw_fp8", "bnb_adamw", "bnb_adamw8bit", "lion", "bnb_lion", "bnb_lion8bit",
+    "sophia_h", "adafactor", "came", "adalomo", "schedule_free",
+]  # fmt: skip
+
+
 class OptimizerOptions(Group):
     """How weights move."""
 
-    name: Literal["adamw"] = Field("adamw", description="The optimizer.")
+    name: OptimizerName = Field(
+        "adamw",
+        description="The optimizer; from 8 bytes a trainable weight for adamw over 2 for adamw8bit and 1 for adamw4bit "
+        "to almost none for adafactor and adalomo.",
+    )
+    states: Literal["device", "host", "paged", "rebuilt"] = Field(
+        "device",
+        description="Where its states rest between steps. host: in host memory, a few MiB at a time on the device; "
+        "paged: wherever the driver finds room (bnb_ optimizers); rebuilt: adamw's as a small sketch, made anew each "
+        "step with some error.",
+    )
     lr: float = Field(2e-4, gt=0, description="Highest learning rate.")
+    b_rate: float = Field(1.0, gt=0, description="How many times as fast as A an adapter's B learns (LoRA+ takes 16).")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
-    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    beta1: float | None = Field(
+        None, gt=0, lt=1, description="Decay of the first moment; the optimizer's usual one if not given (adamw 0.9)."
+    )
+    beta2: float | None = Field(
+        None, gt=0, lt=1, description="Decay of the second moment; the usual one if not given (adamw 0.999)."
+    )
+    eps: float | None = Field(
+        None, gt=0, description="Added to the denominator; the usual one if not given (adamw 1e-8)."
+    )
     clip_norm: float = Field(1.0, ge=0, description="Largest norm of the whole gradient; 0 leaves it as it is.")
+    loss_scale: float = Field(
+        65536,
+        ge=0,
+        description="What float16 gradients are multiplied by at first; halved when they overflow. 0: never.",
+    )
+    loss_scale_steps: int = Field(100, ge=1, description="Good steps in a row after which the loss scale doubles.")
+    max_skipped: int = Field(10, ge=1, description="Steps in a row without a finite gradient that end the run.")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="How the learning rate falls after warm-up."
     )

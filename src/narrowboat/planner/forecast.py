@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -125,15 +125,9 @@ def carry_on(traces: Sequence[Trace], num_units: int) -> Trace:
 
 
 def _parabola(works: Sequence[Work], x: int) -> Work:
-    def at(a: int, b: int, c: int) -> int:
-        return a + x * (b - a) + x * (x - 1) // 2 * (c - 2 * b + a)
-
     a, b, c = works
-    return Work(
-        at(a.products, b.products, c.products),
-        at(a.attention, b.attention, c.attention),
-        b.calls + (x - 1) * (c.calls - b.calls),
-    )
+    every = Work(*(u + x * (v - u) + x * (x - 1) // 2 * (w - 2 * v + u) for u, v, w in zip(*map(astuple, works))))
+    return replace(every, calls=b.calls + (x - 1) * (c.calls - b.calls))
 
 
 class _Whole:

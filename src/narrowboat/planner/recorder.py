@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -31,21 +31,35 @@ _FLASH_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defa
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 _DEVICE = torch.ops.prim.device.default
+_TRAVELS = {torch.ops.aten.copy_.default: 3, torch.ops.aten.clone.default: 1}
+"""Weights come by clones; layer inputs leave by copies, and are read twice: for keys and values, and for the rest."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Work:
-    """Floating-point operations of matrix products and of attention, and calls of operators."""
+    """What a device has to do.
+
+    Attributes:
+        products: floating-point operations of matrix products.
+        attention: floating-point operations of attention.
+        moved_bytes: read and written by all other operators.
+        calls: of operators.
+        host_bytes: travelling between device and host.
+        disk_bytes: travelling between device and scratch file.
+    """
 
     products: int = 0
     attention: int = 0
+    moved_bytes: int = 0
     calls: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.products + other.products, self.attention + other.attention, self.calls + other.calls)
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, times: int) -> Work:
-        return Work(self.products * times, self.attention * times, self.calls * times)
+        return Work(*(a * times for a in astuple(self)))
 
 
 class Recorder(Meter):
@@ -113,18 +127,28 @@ class Recorder(Meter):
             return super().__torch_dispatch__(func, types, args, kwargs)
         self._operator = (func, args[0].dim() if args and isinstance(args[0], torch.Tensor) else 0)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self._count(func, args, kwargs or {}, out)
+        self.work[self._moment] += self._work_of(func, args, kwargs or {}, out)
         return out
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        work = self.work[self._moment]  # type: ignore[index]
-        work.calls += 1
+    def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
+        if func.is_view:
+            return Work()
         if func is _FLASH_FORWARD or func is _FLASH_BACKWARD:
-            work.attention += _flash_operations(func, args)
-        elif func is _GROUPED_PRODUCT:
-            work.products += 2 * args[0].numel() * args[1].shape[-1]
-        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
-            work.products += formula(*args, **kwargs, out_val=out)
+            return Work(attention=_flash_operations(func, args), calls=1)
+        if func is _GROUPED_PRODUCT:
+            return Work(products=2 * args[0].numel() * args[1].shape[-1], calls=1)
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            return Work(products=formula(*args, **kwargs, out_val=out), calls=1)
+        touched = {id(t): t for t in (*args, out) if isinstance(t, torch.Tensor)}.values()
+        size = sum(t.numel() * t.element_size() for t in touched)
+        if func in _TRAVELS:
+            place = self._slots.get(args[0].untyped_storage()._cdata, ("", "device"))[1]
+            travelling = _TRAVELS[func] * size // 2
+            if place == "host":
+                return Work(host_bytes=travelling, calls=1)
+            if place == "disk":
+                return Work(disk_bytes=travelling, calls=1)
+        return Work(moved_bytes=size, calls=1)
 
 
 def _flash_operations(func: Any, args: tuple[Any, ...]) -> int:

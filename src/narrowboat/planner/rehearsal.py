@@ -61,7 +61,7 @@ class Rehearsal:
 
     Args:
         model: on ``meta``, with its adapter.
-        build_optimizer: over the model's parameters.
+        build_optimizer: over the model's named parameters.
         clip_norm: the engine's.
     """
 
@@ -71,10 +71,11 @@ class Rehearsal:
         self._model, self._clip_norm = model, clip_norm
         self._anatomy = Anatomy.of(model)
         self._fakes, self._recorder = RememberingFakeMode(), Recorder()
-        give_fake_tensors(model, self._fakes)
+        with self._fakes:
+            give_fake_tensors(model)
         with self._fakes, self._recorder:
             self._recorder.watch_model(model)
-            self._optimizer = build_optimizer(model.parameters())
+            self._optimizer = build_optimizer(model.named_parameters())
             self._step(MemoryPlan(layers="keep"), 1, FIRST_TOKENS)  # the optimizer makes its states
 
     def run(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Trace:
@@ -114,8 +115,24 @@ class Rehearsal:
                 stack.callback(module.register_forward_hook(lambda *given, i=i: self._announce(given[2], i)).remove)
             backbone = self._anatomy.backbone
             stack.callback(backbone.register_forward_hook(lambda *_: recorder.begin(LOSS)).remove)
-            stack.callback(self._optimizer.register_step_pre_hook(lambda *_: recorder.begin(UPDATE)).remove)
+            stack.enter_context(self._before_update(lambda: recorder.begin(UPDATE)))
             yield
+
+    @contextmanager
+    def _before_update(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Not every optimizer has hooks."""
+        optimizer: Any = self._optimizer
+        own_step = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            tell()
+            return own_step(*args, **kwargs)
+
+        optimizer.step = step
+        try:
+            yield
+        finally:
+            optimizer.step = own_step
 
     def _announce(self, output: Any, layer: int) -> None:
         """Backwards a layer begins when the gradient of its output is there."""

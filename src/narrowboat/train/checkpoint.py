@@ -14,8 +14,9 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from narrowboat.errors import CheckpointError
 from narrowboat.events import CheckpointSaved, Notice, Tell
 from narrowboat.machine.hardware import free_disk_bytes
 from narrowboat.model.adapters import load_adapter_state, save_adapter
+from narrowboat.optimizers.driving import load_states
 from narrowboat.units import format_bytes
 
 ADAPTER, STATES, RUN = "adapter", "states.pt", "run.json"
@@ -40,7 +42,12 @@ class Position:
         num_tokens: tokens learnt from so far.
         data_fingerprint: of the prepared rows; another one means other data.
         plan: the memory plan in force.
+        dtype: of the base weights; what ``auto`` chose once stays, for another format is another run.
         first_heldout_loss: before step 1.
+        num_skipped: steps that had no finite gradient and changed nothing.
+        num_passed_over: those of them whose rows were not tried again, so that the data is further than the steps.
+        num_bad_in_a_row: those of them since the last good step.
+        scale: of the loss, and its good steps in a row.
     """
 
     step: int
@@ -48,7 +55,12 @@ class Position:
     num_tokens: int
     data_fingerprint: str
     plan: dict[str, Any]
+    dtype: str = "auto"
     first_heldout_loss: float | None = None
+    num_skipped: int = 0
+    num_passed_over: int = 0
+    num_bad_in_a_row: int = 0
+    scale: dict[str, float] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -77,7 +89,7 @@ def save_checkpoint(
             shutil.rmtree(final)
         os.replace(draft, final)
         _to_disk(folder)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+    except (OSError, RuntimeError, CheckpointError) as error:  # torch.save raises RuntimeError on a full disk
         raise CheckpointError(
             f"{final}: not saved: {error}. It takes about {format_bytes(_num_bytes(model, states))}, "
             f"{format_bytes(free_disk_bytes(folder))} are free there. Earlier checkpoints are whole."
@@ -109,9 +121,11 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     load_adapter_state(model, path / ADAPTER)
     try:
         states = torch.load(path / STATES, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(states["optimizer"])
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise CheckpointError(f"{path / STATES}: cannot be put into this optimizer: {error}") from None
+        load_states(optimizer, states["optimizer"])
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path / STATES}: cannot be put into this optimizer: {str(error).splitlines()[0]}"
+        ) from None
     torch.set_rng_state(states["random"]["cpu"])
     if torch.cuda.is_available() and states["random"]["cuda"]:
         torch.cuda.set_rng_state_all(states["random"]["cuda"])

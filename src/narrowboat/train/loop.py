@@ -6,7 +6,6 @@ and resumed is the same run, to the last bit on a CPU.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from narrowboat.optimizers.schedule import learning_rate
 from narrowboat.options.schema import Options
 from narrowboat.train.checkpoint import Position, save_checkpoint
 from narrowboat.train.signals import StopRequest
+from narrowboat.train.skipping import after_bad_step
 
 EVALUATED_ROWS = 64
 """Held-out rows that are read and grouped together."""
@@ -53,16 +53,21 @@ def run(
 
     Raises:
         Interrupted: after a signal, when the step in progress is saved.
-        ModelError: when an adapter did not move in the first step.
+        ModelError: when an adapter did not move in the first step, or too many steps in a row were skipped.
     """
     train = options.train
+    if engine.scale is not None and position.scale:
+        engine.scale.value, engine.scale.num_good = position.scale["value"], int(position.scale["num_good"])
     last_loss: float | None = None
-    if position.step == 0:
-        last_loss = _evaluate(engine, course, position.step, tell)
-        position = replace(position, first_heldout_loss=last_loss)
     with StopRequest() as stop:
+        if position.step == 0:
+            last_loss = _evaluate(engine, course, position.step, tell)
+            position = replace(position, first_heldout_loss=last_loss)
         while position.step < course.num_steps and not stop.received:
+            num_done = position.step
             position = _step(engine, course, options, gauge, position, tell)
+            if position.step == num_done:
+                continue
             step, is_last = position.step, position.step == course.num_steps
             if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
                 last_loss = _evaluate(engine, course, step, tell)
@@ -77,11 +82,13 @@ def _step(engine: Engine, course: Course, options: Options, gauge: Gauge, positi
     step = position.step + 1
     began = time.monotonic()
     gauge.reset_peak()
-    rows = [course.rows[i] for i in course.schedule[position.step]]
+    rows = [course.rows[i] for i in course.schedule[position.step + position.num_passed_over]]
     rate = learning_rate(options.optimizer, step, course.num_steps)
     outcome = engine.step(rows, rate, seed=_step_seed(options.train.seed, step))
+    if outcome.was_skipped:
+        return after_bad_step(engine, outcome, position, options.optimizer.max_skipped, tell)
     loss = float(outcome.loss)
-    _check(engine, outcome, loss, step, rate)
+    _check(engine, outcome, step, rate)
     tell(
         StepDone(
             step=step,
@@ -95,19 +102,19 @@ def _step(engine: Engine, course: Course, options: Options, gauge: Gauge, positi
             seconds=time.monotonic() - began,
             peak_bytes=gauge.peak_bytes(),
             budget_bytes=gauge.budget_bytes,
+            num_skipped=position.num_skipped,
         )
     )
     return replace(
-        position, step=step, num_tokens=position.num_tokens + outcome.num_tokens, plan=engine.plan.model_dump()
+        position,
+        step=step,
+        num_tokens=position.num_tokens + outcome.num_tokens,
+        plan=engine.plan.model_dump(),
+        num_bad_in_a_row=0,
     )
 
 
-def _check(engine: Engine, outcome: Outcome, loss: float, step: int, rate: float) -> None:
-    if not math.isfinite(loss) or not math.isfinite(float(outcome.gradient_norm)):
-        raise ModelError(
-            f"Step {step} has a loss of {loss} and a gradient norm of {float(outcome.gradient_norm)} at learning rate "
-            f"{rate:.2e}; the last checkpoint is whole. A lower optimizer.lr or model.dtype: bfloat16 may help."
-        )
+def _check(engine: Engine, outcome: Outcome, step: int, rate: float) -> None:
     if step == 1 and rate > 0 and outcome.num_supervised and (idle := idle_adapters(engine.model)):
         raise ModelError(
             f"{len(idle)} adapters got no gradient in step 1, the first is {idle[0]}; nothing would be learnt there."
@@ -131,6 +138,8 @@ def _evaluate(engine: Engine, course: Course, step: int, tell: Tell) -> float | 
 
 def _save(engine: Engine, position: Position, folder: Path, options: Options, tell: Tell) -> CheckpointSaved:
     assert engine.optimizer is not None
+    if engine.scale is not None:
+        position = replace(position, scale={"value": engine.scale.value, "num_good": engine.scale.num_good})
     saved = save_checkpoint(folder, position, engine.model, engine.optimizer, options.train.keep_checkpoints)
     tell(saved)
     return saved

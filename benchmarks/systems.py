@@ -1,0 +1,143 @@
+"""The systems that are measured: Narrowboat's plans, plain autograd, and the tools people use today.
+
+Each takes a model, a row to warm up on and a row that counts, and calls ``watch.begin`` and ``watch.end`` around the
+optimizer step of the second. All train the same LoRA adapter of the same random model on the same tokens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from narrowboat.memory.install import install
+from narrowboat.plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from benchmarks.trial import Watch
+
+RANK = 8
+System = Callable[[PeftModel, Sequence[torch.Tensor], "Watch"], float]
+
+
+def smollm2(layers: int) -> PeftModel:
+    """SmolLM2-135M's shape (30 layers) with random weights in fp32, LoRA on all linear layers."""
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49152, max_position_embeddings=131072, tie_word_embeddings=True,
+        use_cache=False, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    lora = LoraConfig(r=RANK, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(model, lora).train()
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+
+def by_hand(plan: MemoryPlan | None, model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> float:
+    """A training loop of five lines, with or without ``install``."""
+    optimizer, loss = _optimizer(model), torch.zeros(())
+    with nullcontext() if plan is None else install(model, plan):
+        for row, measured in zip(rows, (False, True), strict=True):
+            with watch.step() if measured else nullcontext():
+                loss = model(input_ids=row, labels=row).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def trainer(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> float:
+    """Transformers' Trainer with gradient checkpointing."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(**_arguments(), use_cpu=True)
+    dataset = [{"input_ids": row[0], "labels": row[0]} for row in rows]
+    return _train(Trainer(model=model, args=arguments, train_dataset=dataset), watch)  # type: ignore[arg-type]
+
+
+def trl(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch, chunk_tokens: int | None = None) -> float:
+    """TRL's SFTTrainer with gradient checkpointing and its chunked loss.
+
+    TRL cuts the loss into 4,096 tokens times 32,768 words, and without Triton its arithmetic holds some eight such
+    tiles of 512 MiB. ``chunk_tokens`` sets that number, for which TRL has no option, to a kinder one.
+    """
+    import trl.kernels.chunked_logprob as chunked
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    if chunk_tokens is not None:
+        chunked.TOKEN_CHUNK_SIZE = chunk_tokens
+    arguments = SFTConfig(**_arguments(), use_cpu=True, bf16=False, max_length=None)
+    dataset = Dataset.from_dict({"input_ids": [row[0].tolist() for row in rows]})
+    return _train(SFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=_tokenizer()), watch)
+
+
+def _arguments() -> dict[str, Any]:
+    return {
+        "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": 1, "max_steps": 2, "save_strategy": "no",
+        "report_to": [], "logging_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": True,
+        "learning_rate": 1e-4, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "train_sampling_strategy":
+        "sequential",
+    }  # fmt: skip
+
+
+def _train(trainer: Any, watch: Watch) -> float:
+    from transformers import TrainerCallback
+
+    class Second(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                watch.begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                watch.end()
+
+    losses: list[float] = []
+    own_step = trainer.training_step
+
+    def step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = own_step(*args, **kwargs)
+        losses.append(float(loss))
+        return loss
+
+    trainer.training_step = step
+    trainer.add_callback(Second())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    return losses[-1]
+
+
+def _tokenizer() -> Any:
+    """SFTTrainer asks for one, though the rows are tokens already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+PLANS = {
+    "recompute": MemoryPlan(layers="recompute"),
+    "stream": MemoryPlan(layers="stream"),
+    "stream, inputs on disk": MemoryPlan(layers="stream", inputs="disk"),
+}
+SYSTEMS: dict[str, System] = {
+    "plain": partial(by_hand, None),
+    **{name: partial(by_hand, plan) for name, plan in PLANS.items()},
+    "Trainer": trainer,
+    "TRL": trl,
+    "TRL, chunks of 256": partial(trl, chunk_tokens=256),
+}

@@ -1,0 +1,95 @@
+"""Prepared data as people see it: the account as a table, and examples in colour (learnt, context, masked).
+
+Renderables of rich; whoever has a console prints them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from narrowboat.data.account import Account
+from narrowboat.data.examples import IGNORED, Example
+from narrowboat.data.prepare import Prepared
+
+LEARNT, NOT_LEARNT, CUT_OUT = "bold green", "dim", "italic yellow"
+_MOST_CHARS = 1200  # of a run of tokens that is shown; the middle of a longer one is left out
+
+
+def account_table(account: Account) -> RenderableType:
+    """What was read and what became of every token, and how long the examples are."""
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+
+    def line(name: str, number: int, of: int = 0, note: str = "", style: str = "") -> None:
+        share = f"{number / of:.1%}" if of else ""
+        table.add_row(Text(name, style), f"{number:,}", " ".join(part for part in (share, note) if part))
+
+    formats = ", ".join(f"{num:,} {name}" for name, num in account.formats.most_common())
+    line("documents", account.num_documents, note=formats)
+    if account.num_broken:
+        line("records skipped", account.num_broken, note=f"the first: {': '.join(account.broken[0])}")
+    if account.num_segments:
+        line("segments", account.num_segments)
+    line("examples", account.num_examples, note=f"{account.num_heldout_examples:,} held out")
+    total = account.tokens_in
+    note = f"{account.read_tokens:,} read, {account.repeated_tokens:,} shown again" if account.repeated_tokens else ""
+    line("tokens in", total, note=note, style="bold")
+    line("  learnt", account.learnt_tokens, total, style=LEARNT)
+    line("  context", account.context_tokens, total)
+    line("  masked", account.masked_tokens, total)
+    for reason, num_tokens in account.dropped_tokens.most_common():
+        line("  dropped", num_tokens, total, reason, "red")
+    if account.num_compressed:
+        left = 1 - account.compressed_to_tokens / account.compressed_from_tokens
+        line("dialogues compressed", account.num_compressed, note=f"{left:.0%} of their tokens left out")
+    line("rows", account.num_rows, note=f"of {account.row_tokens:,} tokens or less, {account.row_fill:.1%} full")
+    return Group(table, "", _histogram(account))
+
+
+def _histogram(account: Account) -> RenderableType:
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column()
+    most = max(account.lengths.values(), default=1)
+    for tokens, num in sorted(account.lengths.items()):
+        table.add_row(f"up to {tokens:,} tokens", f"{num:,}", Text("█" * max(round(30 * num / most), 1), "cyan"))
+    return table
+
+
+def samples(prepared: Prepared, tokenizer: Any, num: int) -> Iterator[RenderableType]:
+    """``num`` examples to learn from, evenly over the data: what is learnt, and what is only seen."""
+    store = prepared.train.store
+    for number in np.unique(np.linspace(0, len(store) - 1, min(num, len(store))).round().astype(int)).tolist():
+        example = store[number]
+        share = f"{example.num_supervised:,} of {example.num_tokens:,} tokens learnt"
+        kept = f", {example.kept:.0%} of the dialogue" if example.kept < 1 else ""
+        place = f", segment {example.segment + 1}" if example.segment else ""
+        yield Panel(coloured(example, tokenizer), title=f"{example.source}{place}", subtitle=share + kept)
+
+
+def coloured(example: Example, tokenizer: Any) -> Text:
+    """An example's text, its learnt runs in colour."""
+    learnt = example.labels != IGNORED
+    edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(learnt)]
+    text = Text()
+    for start, end in itertools.pairwise(edges):
+        shown = tokenizer.decode(example.input_ids[start:end], skip_special_tokens=False)
+        style = LEARNT if learnt[start] else NOT_LEARNT
+        if len(shown) <= _MOST_CHARS:
+            text.append(shown, style)
+            continue
+        text.append(shown[: _MOST_CHARS // 2], style)
+        text.append(f"\n[... {len(shown) - _MOST_CHARS:,} characters ...]\n", CUT_OUT)
+        text.append(shown[-_MOST_CHARS // 2 :], style)
+    return text

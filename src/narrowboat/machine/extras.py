@@ -1,0 +1,37 @@
+"""Libraries that not everybody needs: found, or refused with the group that installs them.
+
+They are imported when their option is chosen, and not before: torchao and bitsandbytes take seconds and say much.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from importlib import import_module
+from typing import Any
+
+from narrowboat.errors import MachineError
+
+GROUP_OF = {"torchao": "quant", "bitsandbytes": "quant", "pytorch_optimizer": "optim", "optuna": "sweep"}
+
+
+def require(module: str, option: str) -> Any:
+    """The module ``module``, for ``option`` (``optimizer.name: lion``), which cannot do without.
+
+    Raises:
+        MachineError: it is not installed or cannot be loaded; says how to install it.
+    """
+    package = module.partition(".")[0]
+    loud = logging.root.manager.disable
+    try:
+        with warnings.catch_warnings():  # about libraries of their own and cards that are not here
+            warnings.simplefilter("ignore")
+            logging.disable(logging.WARNING)
+            return import_module(module)
+    except ImportError as error:
+        why = "is not installed" if error.name == package else f"cannot be loaded: {error}"
+        raise MachineError(
+            f"{option} needs {package}, which {why}. Install it with: pip install 'narrowboat[{GROUP_OF[package]}]'"
+        ) from None
+    finally:
+        logging.disable(loud)

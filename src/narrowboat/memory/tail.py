@@ -1,0 +1,101 @@
+"""What follows the last layer: final norm and head, as the loss needs them, a chunk of tokens at a time.
+
+Where the model's logits are its head's, capped or not, and nothing else, and nothing of the head is trained, the
+loss may take the head's weight and do the rest by hand. Any other model is asked for its logits by its own forward
+with the backbone left out, so that whatever it does to them is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
+
+from narrowboat.memory.forwards import forward_of
+from narrowboat.model.anatomy import Anatomy, text_config
+
+
+class Tail:
+    """Final norm and head of one model.
+
+    Args:
+        anatomy: the model's parts.
+        forward: the causal language model's own forward.
+
+    Attributes:
+        softcap: logits are ``softcap * tanh(logits / softcap)``, or None.
+        parameters: the trainable parameters of norm and head.
+        by_hand: whether logits are ``weight``, ``bias`` and ``softcap`` applied to the normed hidden states.
+    """
+
+    def __init__(self, anatomy: Anatomy, forward: Callable[..., Any]) -> None:
+        self._norm, self._head, self._backbone = anatomy.final_norm, anatomy.head, anatomy.backbone
+        self._forward = forward
+        # looked up once: while a loss is computed the norm's forward may be another
+        self._norm_forward = self._norm.forward if self._norm is not None else None
+        self.softcap: float | None = getattr(text_config(anatomy.causal), "final_logit_softcapping", None)
+        parts = [part for part in (self._norm, self._head) if part is not None]
+        self.parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
+        frozen = not any(p.requires_grad for p in self._head.parameters())
+        self.by_hand = type(self._head) is torch.nn.Linear and frozen and self._does_no_more()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The head's ``[vocabulary, hidden]``."""
+        return cast(torch.Tensor, self._head.weight)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The head's ``[vocabulary]``, if it has one."""
+        return cast(torch.Tensor | None, self._head.bias)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm: ``[batch, tokens, hidden]`` to the same."""
+        if self._norm_forward is None:
+            return hidden
+        normed: torch.Tensor = self._norm_forward(hidden)
+        return normed
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """What the model makes of ``[batch, tokens, hidden]``: ``[batch, tokens, vocabulary]``."""
+        with forward_of(self._backbone, lambda *_, **__: _Backbone(normed)):
+            logits: torch.Tensor = self._forward(inputs_embeds=normed, use_cache=False).logits
+        return logits
+
+    def left_to_the_loss(self) -> AbstractContextManager[None]:
+        """A context in which the backbone leaves out its final norm."""
+        return nullcontext() if self._norm is None else forward_of(self._norm, lambda hidden: hidden)
+
+    @torch.no_grad()
+    def _does_no_more(self) -> bool:
+        """Ask the model for the logits of small and of large hidden states, which scales and caps treat differently."""
+        weight = self.weight
+        if is_fake(weight) or weight.device.type == "meta":
+            return True
+        small = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device, dtype=weight.dtype).view(1, 2, -1)
+        tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 2e-2
+        for probe in (small, small * 64):
+            mine = F.linear(probe, weight, self.bias).float()
+            if self.softcap is not None:
+                mine = torch.tanh(mine / self.softcap) * self.softcap
+            own = self.logits(probe).float()
+            if not torch.allclose(mine, own, rtol=tolerance, atol=tolerance * float(own.abs().max())):
+                return False
+        return True
+
+
+class _Backbone:
+    """Stands for a backbone's output: the hidden states and nothing else."""
+
+    def __init__(self, last_hidden_state: torch.Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return self.last_hidden_state if index == 0 else None

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from narrowboat.data.prepare import prepare
+from narrowboat.data.show import LEARNT, account_table, coloured, samples
+
+
+def printed(*renderables: object) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    for renderable in renderables:
+        console.print(renderable)
+    return out.getvalue()
+
+
+def test_the_table_says_what_became_of_every_token(tokenizer, write_lines, options_for):
+    chat = {"messages": [{"role": "user", "content": "Q " * 40}, {"role": "assistant", "content": "A"}] * 9}
+    path = write_lines([chat, {"text": "Words here. " * 90}, {"messages": []}])
+    options = options_for(path, {"segments": {"overlap": 0.1}}, max_tokens=128)
+    prepared = prepare(options, tokenizer, 8192, lambda event: None)
+    account = prepared.account
+    text = printed(account_table(account))
+    for number in (
+        account.tokens_in,
+        account.learnt_tokens,
+        account.context_tokens,
+        account.masked_tokens,
+        account.read_tokens,
+    ):
+        assert f"{number:,}" in text
+    assert "turns left out by drop_oldest" in text
+    assert "1 messages" in text
+    assert "messages is empty" in text
+    assert "up to 128 tokens" in text
+
+
+def test_samples_show_what_is_learnt_in_colour(tokenizer, write_lines, options_for):
+    path = write_lines([{"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "Yes."}]}] * 5)
+    prepared = prepare(options_for(path), tokenizer, 8192, lambda event: None)
+    shown = list(samples(prepared, tokenizer, 2))
+    assert len(shown) == 2
+    assert "Yes.<|im_end|>" in printed(*shown)
+    assert "3 of" in printed(*shown)
+    text = coloured(prepared.train.store[0], tokenizer)
+    assert [text.plain[span.start : span.end] for span in text.spans if span.style == LEARNT] == ["Yes.<|im_end|>"]

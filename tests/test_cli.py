@@ -1,0 +1,133 @@
+"""The command line as a user meets it: real processes, real exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from narrowboat.cli import main
+from narrowboat.options.load import dump
+from narrowboat.options.schema import Options
+
+RunOptions = Callable[..., Options]
+
+
+def narrowboat(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "narrowboat.cli", *map(str, words)]
+    environment = {"PYTHONPATH": "src", "COLUMNS": "120", **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=200)
+
+
+@pytest.fixture
+def run_file(run_options: RunOptions, tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    dump(run_options(), path)
+    return path
+
+
+def test_help_names_every_option_and_imports_nothing_heavy() -> None:
+    check = "import sys; sys.argv = ['narrowboat', 'train', '--help']\nfrom narrowboat.cli import app\n"
+    check += (
+        "try: app()\nfinally: print('HEAVY', [m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "200", "PYTHONPATH": "src"},
+    )
+    assert "HEAVY []" in done.stdout
+    for flag in ("--lora.rank", "--data.max_tokens", "--memory.budget", "--train.folder", "--resume"):
+        assert flag in done.stdout
+
+
+def test_a_run_leaves_what_it_promises(run_file: Path, tiny_model: Path, tmp_path: Path) -> None:
+    done = narrowboat("train", run_file, "--train.steps", "3", "--lora.rank=2")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run"
+    for name in ("options.yaml", "plan.json", "events.jsonl", "report.html", "adapter/adapter_config.json"):
+        assert (folder / name).exists(), name
+    assert list((folder / "tensorboard").iterdir())
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000003"]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events]
+    for kind in ("RunStarted", "DataReady", "PlanChosen", "ModelReady", "StepDone", "Evaluated", "CheckpointSaved"):
+        assert kind in kinds
+    ended = events[-1]
+    assert ended["event"] == "RunEnded"
+    assert ended["last_heldout_loss"] < ended["first_heldout_loss"]
+    assert 0 < ended["peak_bytes"] <= ended["budget_bytes"]
+    assert "step 3/3" in done.stdout
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    ids = torch.arange(5, 40)[None]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT asks by an old name
+        before = base(ids).logits.clone()
+        after = PeftModel.from_pretrained(base, folder / "adapter")(ids).logits
+    assert not torch.equal(before, after)
+
+
+def test_wrong_options_are_told_together_before_anything_is_made(run_file: Path, tmp_path: Path) -> None:
+    done = narrowboat("train", run_file, "--lora.rnk", "3", "--optimizer.lr", "fast", "--train.steps=0")
+    assert done.returncode == 2
+    assert done.stderr.count("narrowboat: --") == 3
+    assert "Did you mean 'lora.rank'" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--data.train", "/nowhere/x.jsonl"], 1, "/nowhere/x.jsonl"),
+        (["--model.name", "/nowhere/model"], 1, "there is no such folder"),
+        (["--memory.budget", "1MiB"], 3, "The thriftiest exact plan"),
+        (["--lora.targets", "q_proj,q_prj"], 1, "'q_prj' matches no module. Did you mean 'q_proj'"),
+        (["nonsense"], 2, "expected one configuration file"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_sentence(
+    run_file: Path,
+    words: list[str],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["narrowboat", "train", str(run_file), *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_broken_line_is_counted_and_named_or_stops_a_strict_run(
+    run_file: Path, dialogues: Path, tmp_path: Path
+) -> None:
+    with dialogues.open("a") as file:
+        file.write('{"messages": [}\n')
+    strict = narrowboat("train", run_file, "--data.strict", "--train.folder", tmp_path / "strict")
+    assert strict.returncode == 1
+    assert "dialogues.jsonl" in strict.stderr
+    assert "13" in strict.stderr
+    lenient = narrowboat("train", run_file, "--train.steps", "1")
+    assert lenient.returncode == 0, lenient.stderr
+    assert "kept 12 of 13 records" in lenient.stdout.replace("\n", " ")
+
+
+def test_report_is_made_again_from_the_events_alone(run_file: Path, tmp_path: Path) -> None:
+    assert narrowboat("train", run_file, "--train.steps", "1", "--quiet").returncode == 0
+    page = tmp_path / "run" / "report.html"
+    page.unlink()
+    done = narrowboat("report", tmp_path / "run")
+    assert done.stdout.strip() == str(page)
+    assert "<html" in page.read_text()
