@@ -21,7 +21,7 @@ from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import Interrupted, OptionError
 from narrowboat.events import DataReady, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
-from narrowboat.machine.hardware import describe_device, device_memory, pick_device
+from narrowboat.machine.hardware import describe_device, pick_device
 from narrowboat.machine.precision import Precision, choose_precision, name_of
 from narrowboat.memory.gauge import Gauge
 from narrowboat.memory.install import install
@@ -33,8 +33,9 @@ from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
-from narrowboat.planner.forecast import Workload
-from narrowboat.planner.search import Choice, choose
+from narrowboat.planner.forecast import Forecast, Workload
+from narrowboat.planner.search import Search
+from narrowboat.planner.target import limits_here, target_here
 from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
 from narrowboat.train.loop import Course, run
 
@@ -104,8 +105,7 @@ class _Job:
         data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, self.tell)
         self.tell(DataReady(data.account.as_dict()))
         course = self._course(data)
-        budget_bytes = options.memory.budget or int(0.9 * device_memory(device).free_bytes)
-        choice = self._choose_plan(config, precision, course, budget_bytes)
+        choice = self._choose_plan(config, precision, course, device)
         position = (
             found[1]
             if found
@@ -118,7 +118,7 @@ class _Job:
         if found:
             restore(found[0], adapted.model, optimizer)
         with ExitStack() as stack:
-            self._gauge = stack.enter_context(Gauge(device, budget_bytes))
+            self._gauge = stack.enter_context(Gauge(device, limits_here(options.memory, device).device_bytes))
             self._gauge.watch_model(adapted.model)
             pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
             engine = stack.enter_context(
@@ -156,18 +156,23 @@ class _Job:
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
 
-    def _choose_plan(self, config: object, precision: Precision, course: Course, budget_bytes: int) -> Choice:
-        longest = max(int(rows.lengths.max()) for rows in (course.rows, course.heldout) if len(rows))
-        work = Workload(config, self.options, precision.base.dtype, longest)
-        choice = choose(work, budget_bytes, self.options.memory.plan)
+    def _choose_plan(self, config: object, precision: Precision, course: Course, device: torch.device) -> Forecast:
+        options, dtype = self.options, precision.base.dtype
+        lengths = [int(n) for rows in (course.rows, course.heldout) for n in rows.lengths]
+        limits = limits_here(options.memory, device)
+        search = Search(
+            Workload(config, options, dtype, device.type == "cuda"), target_here(device, dtype), options.memory.plan
+        )
+        choice = search.choose(max(lengths), limits)
+        choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
         (self.folder / PLAN_FILE).write_text(choice.plan.model_dump_json(indent=1), encoding="utf-8")
         self.tell(
             PlanChosen(
                 plan=choice.plan.model_dump(),
                 description=choice.plan.describe(),
-                budget_bytes=budget_bytes,
-                forecast_bytes=choice.forecast.by_cause,
-                longest_tokens=longest,
+                budget_bytes=limits.device_bytes,
+                forecast_bytes=choice.by_cause,
+                longest_tokens=max(lengths),
             )
         )
         return choice

@@ -180,7 +180,7 @@ def _disk_bytes() -> float:
     """Of a mapped scratch file, written: the system keeps in memory what it has room for."""
     with tempfile.TemporaryFile() as file:
         file.truncate(64 * MIB)
-        block = torch.ones(64 * MIB, dtype=torch.uint8).numpy()
+        block = bytes(64 * MIB)
 
         def run() -> None:
             file.seek(0)

@@ -134,7 +134,7 @@ def _result(out: FakeTensor, tensors: list[FakeTensor]) -> _Same | _View | _New:
     storage = out.untyped_storage()._cdata
     for i, tensor in enumerate(tensors):
         if tensor.untyped_storage()._cdata == storage:
-            offset = out.storage_offset() - tensor.storage_offset()
+            offset = int(out.storage_offset()) - int(tensor.storage_offset())
             return _View(i, out.shape, out.stride(), offset, out.dtype)
     return _New(out.shape, out.stride(), out.dtype, out.fake_device)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,11 +38,13 @@ class Workload:
         config: the transformers configuration.
         options: the run's.
         dtype: of the base weights.
+        on_card: whether it runs on a card, whose operators take more for themselves than a CPU's.
     """
 
     config: Any
     options: Options
     dtype: torch.dtype
+    on_card: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Forecast:
     host_bytes: int
     disk_bytes: int
     by_cause: dict[str, int]
-    work: Work = field(default_factory=Work)
+    work: Work
+    seconds: float | None = None
 
 
 class Forecaster:
@@ -67,7 +70,9 @@ class Forecaster:
 
     def __init__(self, work: Workload) -> None:
         self.work = work
-        self._layers = Anatomy.of(empty_base(work.config, work.dtype)).layers
+        anatomy = Anatomy.of(empty_base(work.config, work.dtype))
+        self._layers, self.untileable = anatomy.layers, anatomy.untileable_layers
+        self.num_layers = len(self._layers)
         self._rehearsals: dict[tuple[int, ...], Rehearsal] = {}
         self._traces: dict[Any, Trace] = {}
 
@@ -98,7 +103,9 @@ class Forecaster:
         model = empty_base(copy.deepcopy(self.work.config), self.work.dtype)
         cut_to(model, picked)
         adapted = adapt(model, options.lora, lambda event: None).model
-        return Rehearsal(adapted, partial(build_optimizer, options.optimizer), options.optimizer.clip_norm)
+        return Rehearsal(
+            adapted, partial(build_optimizer, options.optimizer), options.optimizer.clip_norm, self.work.on_card
+        )
 
 
 def carry_on(traces: Sequence[Trace], num_units: int) -> Trace:
@@ -125,9 +132,9 @@ def carry_on(traces: Sequence[Trace], num_units: int) -> Trace:
 
 
 def _parabola(works: Sequence[Work], x: int) -> Work:
-    a, b, c = works
-    every = Work(*(u + x * (v - u) + x * (x - 1) // 2 * (w - 2 * v + u) for u, v, w in zip(*map(astuple, works))))
-    return replace(every, calls=b.calls + (x - 1) * (c.calls - b.calls))
+    counts = zip(*(work.counts for work in works), strict=True)
+    every = Work(*(a + x * (b - a) + x * (x - 1) // 2 * (c - 2 * b + a) for a, b, c in counts))
+    return replace(every, calls=works[1].calls + (x - 1) * (works[2].calls - works[1].calls))
 
 
 class _Whole:
@@ -161,7 +168,7 @@ class _Whole:
         """What is alive when most is alive at ``place``."""
         alive, best = self._rest, self._rest
         for part in self._parts:
-            at_place = (above for (where, _), above in part.peaks.items() if where == place)
+            at_place = (above for (where, *_), above in part.peaks.items() if where == place)
             highest = _sum([alive, max(at_place, key=lambda above: _total(above, place))])
             best = max(best, highest, key=lambda bytes_: _total(bytes_, place))
             alive = _sum([alive, part.left])

@@ -1,21 +1,21 @@
 """A meter that takes a step apart: for each moment of it what was alive by cause and place, and the operations done.
 
 A moment is "forward, layer 3", "loss", "backward, layer 3": what layers hold adds up from moment to moment, what works
-on top of it does not. Within a moment each operator has its own maximum, so that all of them can be carried over to
-longer rows, where another one may be the largest.
+on top of it does not. Within a moment each place of the code (an operator with those before it) has its own maximum,
+so that all of them can be carried on to longer rows, where another one may be the largest.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from narrowboat.memory.meter import Meter
+from narrowboat.memory.meter import WORKING_SET, Meter
 from narrowboat.plan import Place
 
 Slot = tuple[str, Place]
@@ -25,17 +25,21 @@ Bytes = dict[Slot, int]
 Moment = tuple[str, int]
 """What the step is doing, and at which layer."""
 
+CONTEXT = 6
+"""Operators in a row that tell one place of the code from another."""
+
 START, FORWARD, LOSS, BACKWARD, UPDATE = "start", "forward", "loss", "backward", "update"
 
 _FLASH_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+_INSIDE: Slot = (WORKING_SET, "device")
 _DEVICE = torch.ops.prim.device.default
 _TRAVELS = {torch.ops.aten.copy_.default: 3, torch.ops.aten.clone.default: 1}
 """Weights come by clones; layer inputs leave by copies, and are read twice: for keys and values, and for the rest."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a device has to do.
 
@@ -56,38 +60,47 @@ class Work:
     disk_bytes: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Work(*(a + b for a, b in zip(self.counts, other.counts, strict=True)))
 
     def __mul__(self, times: int) -> Work:
-        return Work(*(a * times for a in astuple(self)))
+        return Work(*(a * times for a in self.counts))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All of them, in order."""
+        return tuple(getattr(self, field) for field in self.__slots__)
 
 
 class Recorder(Meter):
-    """Records while it is entered and ``moment`` is not None.
+    """Records from ``begin`` to ``end`` while it is entered.
+
+    Args:
+        on_card: count what a card's operators take for themselves while they run as well.
 
     Attributes:
         begun: what was alive when each moment began.
-        peaks: for each moment, place and operator what was alive when most was alive at that place.
-        work: operations of each moment.
+        peaks: for each moment, and ``(where, *the last operators)``, what was alive when most was alive there.
+        work: operator by operator, of each moment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_card: bool = False) -> None:
         super().__init__()
+        self._on_card = on_card
         self.forget()
 
     def forget(self) -> None:
         """Begin a new record."""
         self._moment: Moment | None = None
-        self._operator: Any = None
+        self._last: deque[Any] = deque(maxlen=CONTEXT)
         self._totals: dict[Any, int] = {}
         self.begun: dict[Moment, Bytes] = {}
         self.peaks: dict[Moment, dict[Any, Bytes]] = defaultdict(dict)
-        self.work: dict[Moment, Work] = defaultdict(Work)
+        self.work: dict[Moment, list[Work]] = defaultdict(list)
 
     def begin(self, name: str, layer: int = 0) -> None:
         """From here on it is the moment ``(name, layer)``."""
         self._moment = (name, layer)
-        self._operator = None
+        self._last.clear()
         self.begun[self._moment] = self.alive()
         for place in ("device", "host", "disk"):
             self._note(place)
@@ -113,26 +126,32 @@ class Recorder(Meter):
         if self._moment is not None:
             self._note(slot[1])
 
-    def _note(self, place: Place) -> None:
-        total = sum(size for slot, size in self._live.items() if slot[1] == place)
-        key = (place, self._operator)
+    def _note(self, place: Place, inside_bytes: int = 0) -> None:
+        total = sum(size for slot, size in self._live.items() if slot[1] == place) + inside_bytes
+        key = (place, *self._last)
         if total > self._totals.get((self._moment, key), -1):
             self._totals[self._moment, key] = total
-            self.peaks[self._moment][key] = self.alive()  # type: ignore[index]
+            alive = self.alive()
+            if inside_bytes:
+                alive[_INSIDE] = alive.get(_INSIDE, 0) + inside_bytes
+            self.peaks[self._moment][key] = alive  # type: ignore[index]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE or self._moment is None:
+        if func is _DEVICE:
+            return func(*args)
+        if self._moment is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        self._operator = (func, args[0].dim() if args and isinstance(args[0], torch.Tensor) else 0)
+        self._last.append(func)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.work[self._moment] += self._work_of(func, args, kwargs or {}, out)
+        if self._on_card and func is _FLASH_BACKWARD:
+            self._note("device", _inside_flash_backward(*args[1:4]))
+        if not func.is_view:
+            self.work[self._moment].append(self._work_of(func, args, kwargs or {}, out))
         return out
 
     def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
-        if func.is_view:
-            return Work()
         if func is _FLASH_FORWARD or func is _FLASH_BACKWARD:
             return Work(attention=_flash_operations(func, args), calls=1)
         if func is _GROUPED_PRODUCT:
@@ -159,3 +178,12 @@ def _flash_operations(func: Any, args: tuple[Any, ...]) -> int:
     causal = len(args) > place and args[place]  # the dispatcher leaves out what is the default
     pairs = q.shape[2] * k.shape[2] / (2 if causal else 1)
     return int((2 if forward else 5) * pairs * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]))
+
+
+def _inside_flash_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """What PyTorch's CUDA kernel takes for itself: the query gradient in fp32, and gradients of grouped keys and values
+    for every head, summed over the group only at the end.
+    """
+    num_groups = q.shape[1] // k.shape[1]
+    expanded = num_groups * (k.numel() + v.numel()) * k.element_size() if num_groups > 1 else 0
+    return 4 * q.numel() + expanded

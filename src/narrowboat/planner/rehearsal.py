@@ -31,7 +31,7 @@ class Part:
     """One moment of a step.
 
     Attributes:
-        peaks: for each place and operator the most that was alive there, above what was when the moment began.
+        peaks: by where and by operator the most that was alive there, above what was when the moment began.
         left: what is alive at its end above what was when it began; negative where it frees.
         work: its operations.
     """
@@ -63,14 +63,19 @@ class Rehearsal:
         model: on ``meta``, with its adapter.
         build_optimizer: over the model's named parameters.
         clip_norm: the engine's.
+        on_card: count what a card's operators take for themselves as well.
     """
 
     def __init__(
-        self, model: nn.Module, build_optimizer: Callable[[Any], torch.optim.Optimizer], clip_norm: float
+        self,
+        model: nn.Module,
+        build_optimizer: Callable[[Any], torch.optim.Optimizer],
+        clip_norm: float,
+        on_card: bool = False,
     ) -> None:
         self._model, self._clip_norm = model, clip_norm
         self._anatomy = Anatomy.of(model)
-        self._fakes, self._recorder = RememberingFakeMode(), Recorder()
+        self._fakes, self._recorder = RememberingFakeMode(), Recorder(on_card)
         with self._fakes:
             give_fake_tensors(model)
         with self._fakes, self._recorder:
@@ -90,7 +95,7 @@ class Rehearsal:
         for moment, end in zip(order, ends, strict=True):
             begun = recorder.begun[moment]
             peaks = {key: minus(alive, begun) for key, alive in recorder.peaks[moment].items()}
-            parts[moment] = Part(peaks, minus(end, begun), recorder.work[moment])
+            parts[moment] = Part(peaks, minus(end, begun), sum(recorder.work[moment], Work()))
         return Trace(recorder.begun[START, 0], parts, layers)
 
     def _step(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> list[Bytes]:
