@@ -80,7 +80,7 @@ class Forecaster:
         """The peak of a step in the middle of a run, optimizer states and gradients there."""
         sample = sample_layers(self._layers, plan)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
-        windows = [layer.window for layer in self._layers if layer.window and layer.window < num_tokens]
+        windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]
         steady = max([2 * plan.chunk_tokens, *windows])  # beyond it every further unit adds the same
         first = max(2, -(-steady // unit) - 1) * unit + num_tokens % unit  # a first, a last and a middle tile
         lengths = [first, first + unit, first + 2 * unit]
