@@ -40,20 +40,25 @@ def smollm2(layers: int) -> PeftModel:
     return get_peft_model(model, lora).train()
 
 
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-
-
 def by_hand(plan: MemoryPlan | None, model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> float:
     """A training loop of five lines, with or without ``install``."""
-    optimizer, loss = _optimizer(model), torch.zeros(())
     with nullcontext() if plan is None else install(model, plan):
-        for row, measured in zip(rows, (False, True), strict=True):
-            with watch.step() if measured else nullcontext():
-                loss = model(input_ids=row, labels=row).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+        return _loop(model, rows, watch, lambda row: model(input_ids=row, labels=row).loss)
+
+
+def _loop(
+    model: PeftModel,
+    rows: Sequence[torch.Tensor],
+    watch: Watch,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+) -> float:
+    optimizer, loss = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4), torch.zeros(())
+    for row, measured in zip(rows, (False, True), strict=True):
+        with watch.step() if measured else nullcontext():
+            loss = loss_of(row)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
     return loss.item()
 
 
@@ -63,7 +68,7 @@ def trainer(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> flo
 
     arguments = TrainingArguments(**_arguments(), use_cpu=True)
     dataset = [{"input_ids": row[0], "labels": row[0]} for row in rows]
-    return _train(Trainer(model=model, args=arguments, train_dataset=dataset), watch)  # type: ignore[arg-type]
+    return _train(Trainer(model=model, args=arguments, train_dataset=dataset), watch)
 
 
 def trl(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch, chunk_tokens: int | None = None) -> float:
@@ -129,15 +134,48 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
+def alst(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> float:
+    """DeepSpeed's Arctic Long Sequence Training on one device: its tiled MLP and loss, with gradient checkpointing."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
+
+    causal = model.get_base_model()
+    for layer in causal.model.layers:
+        own = layer.mlp.forward
+        layer.mlp.forward = lambda x, mlp=layer.mlp, own=own: TiledMLP.apply(
+            lambda _, shard: own(shard), mlp, x, -(-x.shape[-2] // x.shape[-1]), []
+        )
+    _enable_checkpointing(causal)
+    causal.enable_input_require_grads()
+
+    def loss_of(row: torch.Tensor) -> torch.Tensor:
+        hidden = causal.model(input_ids=row).last_hidden_state
+        targets = torch.nn.functional.pad(row[:, 1:], (0, 1), value=-100)
+
+        def shard_loss(_: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(causal.lm_head(x).float(), y, reduction="sum")
+
+        shards = -(-row.shape[1] // 256)
+        total: torch.Tensor = TiledFusedLogitsLoss.apply(shard_loss, causal, hidden, targets, None, shards, [], "sum")
+        return total / (row.shape[1] - 1)
+
+    return _loop(model, rows, watch, loss_of)
+
+
+def _enable_checkpointing(causal: Any) -> None:
+    enable = getattr(causal, "activation_checkpointing_enable", None) or causal.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 PLANS = {
     "recompute": MemoryPlan(layers="recompute"),
-    "stream": MemoryPlan(layers="stream"),
-    "stream, inputs on disk": MemoryPlan(layers="stream", inputs="disk"),
+    "stream": MemoryPlan(layers="stream", tile_tokens=768),
+    "stream, inputs on disk": MemoryPlan(layers="stream", tile_tokens=512, inputs="disk", keep_keys_values=True),
 }
-SYSTEMS: dict[str, System] = {
-    "plain": partial(by_hand, None),
-    **{name: partial(by_hand, plan) for name, plan in PLANS.items()},
+OURS: dict[str, System] = {name: partial(by_hand, plan) for name, plan in PLANS.items()}
+PEERS: dict[str, System] = {
     "Trainer": trainer,
     "TRL": trl,
     "TRL, chunks of 256": partial(trl, chunk_tokens=256),
+    "ALST tiling": alst,
 }
+SYSTEMS: dict[str, System] = {"plain": partial(by_hand, None), **OURS, **PEERS}

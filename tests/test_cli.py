@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from narrowboat.cli import main
-from narrowboat.options.load import dump
+from narrowboat.options.load import dump, load
 from narrowboat.options.schema import Options
 
 RunOptions = Callable[..., Options]
@@ -49,6 +50,18 @@ def test_help_names_every_option_and_imports_nothing_heavy() -> None:
     assert "HEAVY []" in done.stdout
     for flag in ("--lora.rank", "--data.max_tokens", "--memory.budget", "--train.folder", "--resume"):
         assert flag in done.stdout
+
+
+def test_a_run_without_data_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["narrowboat", "train"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "data.train names no file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_leaves_what_it_promises(run_file: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -110,6 +123,54 @@ def test_what_cannot_be_done_is_one_clear_sentence(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no record can be used"),
+        (b"\n\n", "no record can be used"),
+        (b'{"messages": null}\n{"messages": []}\n', "2 were skipped"),
+        (b'{"messages": [{"role": "wizard", "content": "x"}]}\n', "wizard"),
+        (b'{"text": "\xff\xfe"}\n', "UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "hello"}]}\n', "there is nothing to learn"),
+    ],
+)
+def test_data_that_cannot_be_used_stops_the_run(
+    run_file: Path,
+    dialogues: Path,
+    content: bytes,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    dialogues.write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["narrowboat", "train", str(run_file)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    error = capsys.readouterr().err
+    assert left.value.code == 1
+    assert said in error
+    assert str(dialogues) in error
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_model_folder_without_weights_is_refused_before_data_is_read(
+    run_file: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    words = ["--model.name", str(bare), "--data.train", "/nowhere"]
+    monkeypatch.setattr(sys, "argv", ["narrowboat", "train", str(run_file), *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    assert f"{bare}: no weights in it" in capsys.readouterr().err
+
+
 def test_a_broken_line_is_counted_and_named_or_stops_a_strict_run(
     run_file: Path, dialogues: Path, tmp_path: Path
 ) -> None:
@@ -131,3 +192,25 @@ def test_report_is_made_again_from_the_events_alone(run_file: Path, tmp_path: Pa
     done = narrowboat("report", tmp_path / "run")
     assert done.stdout.strip() == str(page)
     assert "<html" in page.read_text()
+
+
+def test_export_writes_a_model_that_needs_no_adapter(run_file: Path, tmp_path: Path) -> None:
+    assert narrowboat("train", run_file, "--quiet").returncode == 0
+    run = Path(load(run_file).train.folder)
+    merged = narrowboat("export", run, tmp_path / "merged", "--json")
+    assert merged.returncode == 0, merged.stderr
+    done = json.loads(merged.stdout)
+    assert done["num_bytes"] == pytest.approx(done["base_bytes"], rel=0.02)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert narrowboat("export", run, tmp_path / "adapter", "--adapter").returncode == 0
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    again = narrowboat("export", run, tmp_path / "merged")
+    assert again.returncode == 1
+    assert "holds files already; name another folder" in again.stderr
+
+
+def test_sweep_takes_all_the_words_after_over_and_refuses_wrong_ones_together(run_file: Path, tmp_path: Path) -> None:
+    done = narrowboat("sweep", run_file, "--over", "optimizer.lrr=1e-4", "lora.rnk=8,16", "--into", tmp_path / "sweep")
+    assert done.returncode == 2
+    assert "Did you mean 'optimizer.lr'" in done.stderr
+    assert "Did you mean 'lora.rank'" in done.stderr

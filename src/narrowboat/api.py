@@ -7,39 +7,57 @@ loop and recorders) is put together here, and nowhere else.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2s
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared, prepare
+from narrowboat.data.trains import Trains, TrainSchedule
 from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import Interrupted, OptionError
-from narrowboat.events import DataReady, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
-from narrowboat.machine.hardware import describe_device, pick_device
+from narrowboat.evaluate.compare import Comparison, compare
+from narrowboat.events import DataReady, Event, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
+from narrowboat.machine.hardware import describe_device, device_memory, pick_device
 from narrowboat.machine.precision import Precision, choose_precision, name_of
+from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.gauge import Gauge
 from narrowboat.memory.install import install
 from narrowboat.memory.meter import Meter as meter
-from narrowboat.model.adapters import Adapted, adapt, save_adapter
-from narrowboat.model.base import check_weights, hush_transformers, load_base, load_config, load_tokenizer
+from narrowboat.memory.schemes import Scheme, scheme_of
+from narrowboat.model.adapters import Adapted, adapt, load_adapter_state, save_adapter
+from narrowboat.model.base import (
+    check_weights,
+    empty_base,
+    hush_transformers,
+    load_base,
+    load_config,
+    load_tokenizer,
+    weight_reader,
+)
+from narrowboat.model.export import base_of, copy_adapter, merge
+from narrowboat.model.rank import choose_rank
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
-from narrowboat.planner.forecast import Forecast, Workload
+from narrowboat.plan import MemoryPlan
+from narrowboat.planner.carried import CarriedWork, choose_carried
+from narrowboat.planner.forecast import Workload
 from narrowboat.planner.search import Search
 from narrowboat.planner.target import limits_here, target_here
 from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
 from narrowboat.train.loop import Course, run
 
-__all__ = ["install", "meter", "train"]
+__all__ = ["evaluate", "export", "install", "meter", "train"]
 
 OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, REPORT = (
     "options.yaml", "plan.json", "checkpoints", "adapter", "report.html",
@@ -57,6 +75,8 @@ def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnd
     Raises:
         NarrowboatError: its kinds say what was refused; ``Interrupted`` after a signal, when the run is saved.
     """
+    if not options.data.train:
+        raise OptionError("data.train names no file; write for example data.train: documents.jsonl")
     folder = Path(options.train.folder)
     _refuse_other_run(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,6 +90,36 @@ def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnd
         raise
     finally:
         recorders.close()
+
+
+def export(
+    folder: Path, out: Path, merged: bool = True, base: str = "", say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Write the model of a run with its adapter added in to ``out``, or the adapter alone; what was written.
+
+    Args:
+        folder: a run's folder, or a PEFT adapter's.
+        out: must not exist, or be empty.
+        merged: whether to add the adapter to the base.
+        base: the model; that of the run or of the adapter's configuration if empty.
+        say: hears notices.
+
+    Raises:
+        CheckpointError: there is no adapter in ``folder``, or ``out`` cannot be written.
+        ModelError: the base cannot be merged with.
+    """
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Notice):
+            say(event.text)
+
+    is_run = (folder / OPTIONS_FILE).exists()
+    adapter = folder / ADAPTER if is_run else folder
+    options = load.load(folder / OPTIONS_FILE).model if is_run else None
+    if not merged:
+        return {"folder": str(out), "num_bytes": copy_adapter(adapter, out)}
+    name = base or (options.name if options else base_of(adapter))
+    return asdict(merge(name, adapter, out, tell, options.quantize if options else "none"))
 
 
 @dataclass
@@ -97,15 +147,17 @@ class _Job:
         if resume and found is None:
             self.tell(Notice(f"{self.folder} holds no whole checkpoint; the run begins anew."))
         device = pick_device(options.model.device)
-        precision = choose_precision(found[1].dtype if found else options.model.dtype, device)  # type: ignore[arg-type]
+        dtype: Any = found[1].dtype if found else options.model.dtype
+        precision = choose_precision(dtype, device, options.model.quantize)
         self.tell(Notice(f"{describe_device(device)}; " + "; ".join(precision.lines())))
         config = load_config(options.model.name, self.tell)
         check_weights(options.model.name, self.tell)
         tokenizer = load_tokenizer(options.model.name, self.tell)
         data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, self.tell)
         self.tell(DataReady(data.account.as_dict()))
+        options = self.options = with_rank(options, data, config, device, self.tell)
         course = self._course(data)
-        choice = self._choose_plan(config, precision, course, device)
+        plan = self._choose_plan(config, precision.base.dtype, course, device)
         position = (
             found[1]
             if found
@@ -115,15 +167,29 @@ class _Job:
         adapted = self._load_model(precision, device)
         scale = loss_scale(options.optimizer, precision.compute.dtype)
         optimizer = build_optimizer(options.optimizer, adapted.model.named_parameters(), self.tell)
+        carry = None
         if found:
-            restore(found[0], adapted.model, optimizer)
+            carry = restore(found[0], adapted.model, optimizer)
+        carrier = carrier_for(adapted.model, options, data, device, self.tell)
         with ExitStack() as stack:
             self._gauge = stack.enter_context(Gauge(device, limits_here(options.memory, device).device_bytes))
             self._gauge.watch_model(adapted.model)
             pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
             engine = stack.enter_context(
-                Engine(adapted.model, optimizer, choice.plan, pad_id, options.optimizer.clip_norm, self.tell, scale)
+                Engine(
+                    adapted.model,
+                    optimizer,
+                    plan,
+                    pad_id,
+                    options.optimizer.clip_norm,
+                    self.tell,
+                    scale,
+                    carrier,
+                    scheme_for(options),
+                )
             )
+            if engine.carrying is not None and carry:
+                engine.carrying.load_state_dict(carry)
             checkpoints = self.folder / CHECKPOINTS
             self._position, self._last_loss = run(
                 engine, course, options, self._gauge, position, checkpoints, self.tell
@@ -152,35 +218,58 @@ class _Job:
 
     def _course(self, data: Prepared) -> Course:
         train = self.options.train
-        schedule = StepSchedule(data.train.lengths, train.batch_tokens, train.seed, train.longest_first)
+        schedule: StepSchedule | TrainSchedule
+        if isinstance(data.train, Trains):
+            schedule = TrainSchedule(data.train, train.batch_tokens, train.seed)
+        else:
+            schedule = StepSchedule(data.train.lengths, train.batch_tokens, train.seed, train.longest_first)
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
 
-    def _choose_plan(self, config: object, precision: Precision, course: Course, device: torch.device) -> Forecast:
-        options, dtype = self.options, precision.base.dtype
-        lengths = [int(n) for rows in (course.rows, course.heldout) for n in rows.lengths]
-        limits = limits_here(options.memory, device)
-        search = Search(
-            Workload(config, options, dtype, device.type == "cuda"), target_here(device, dtype), options.memory.plan
-        )
-        choice = search.choose(max(lengths), limits)
-        choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
-        (self.folder / PLAN_FILE).write_text(choice.plan.model_dump_json(indent=1), encoding="utf-8")
+    def _choose_plan(self, config: object, dtype: torch.dtype, course: Course, device: torch.device) -> MemoryPlan:
+        options, limits = self.options, limits_here(self.options.memory, device)
+        trains = [rows for rows in (course.rows, course.heldout) if isinstance(rows, Trains) and len(rows)]
+        if trains:
+            longest = max(rows.longest_segment for rows in trains)
+            longest_train = max(rows.longest_document[1] for rows in trains)
+            total_bytes = device_memory(device).total_bytes
+            carried = CarriedWork(config, options, dtype, longest, longest_train, total_bytes)
+            plan, reading = choose_carried(carried, limits.device_bytes, options.memory.plan)
+            by_cause = reading.by_cause
+        else:
+            lengths = [int(n) for rows in (course.rows, course.heldout) for n in rows.lengths]
+            longest = max(lengths)
+            work = Workload(config, options, dtype, device.type == "cuda")
+            search = Search(work, target_here(device, dtype), options.memory.plan)
+            choice = search.choose(longest, limits)
+            choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
+            plan, by_cause = choice.plan, choice.by_cause
+        (self.folder / PLAN_FILE).write_text(plan.model_dump_json(indent=1), encoding="utf-8")
         self.tell(
             PlanChosen(
-                plan=choice.plan.model_dump(),
-                description=choice.plan.describe(),
+                plan=plan.model_dump(),
+                description=plan.describe(),
                 budget_bytes=limits.device_bytes,
-                forecast_bytes=choice.by_cause,
-                longest_tokens=max(lengths),
+                forecast_bytes=by_cause,
+                longest_tokens=longest,
             )
         )
-        return choice
+        return plan
+
+    def _carrier(self, adapted: Adapted, course: Course, device: torch.device) -> Carrier | None:
+        if not self.options.carry.is_on:
+            return None
+        carrier = Carrier(adapted.model, self.options.carry, device_memory(device).total_bytes, self.tell)
+        for rows in (course.rows, course.heldout):
+            if isinstance(rows, Trains):
+                carrier.check_positions(rows.longest_document[0], rows.longest_segment)
+        return carrier
 
     def _load_model(self, precision: Precision, device: torch.device) -> Adapted:
         model, _ = load_base(self.options.model, precision, device, self.tell)
         torch.manual_seed(self.options.train.seed)  # of the adapter's first weights
-        adapted = adapt(model, self.options.lora, self.tell)
+        read = weight_reader(self.options.model.name, self.tell) if self.options.lora.init == "loftq" else None
+        adapted = adapt(model, self.options.lora, self.tell, read)
         self.tell(
             ModelReady(
                 name=self.options.model.name,
@@ -192,6 +281,76 @@ class _Job:
             )
         )
         return adapted
+
+
+def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
+    """Measure the adapter of the run in ``folder`` against its base model, under the run's own options.
+
+    Raises:
+        OptionError: the folder holds no run.
+        NarrowboatError: what else was refused.
+    """
+    if not (folder / OPTIONS_FILE).is_file() or not (folder / ADAPTER).is_dir():
+        raise OptionError(f"{folder} holds no finished run: {OPTIONS_FILE} and {ADAPTER}/ are looked for.")
+    options = load.load(folder / OPTIONS_FILE)
+    hush_transformers()
+    device = pick_device(options.model.device)
+    found = newest_checkpoint(folder / CHECKPOINTS, tell)
+    precision = choose_precision(found[1].dtype if found else options.model.dtype, device)  # type: ignore[arg-type]
+    config, tokenizer = load_config(options.model.name, tell), load_tokenizer(options.model.name, tell)
+    data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, tell)
+    options = with_rank(options, data, config, device, tell)
+    model, _ = load_base(options.model, precision, device, tell)
+    adapted = adapt(model, options.lora, tell).model
+    load_adapter_state(adapted, folder / ADAPTER)
+    plan = MemoryPlan.model_validate_json((folder / PLAN_FILE).read_text(encoding="utf-8"))
+    carrier = carrier_for(adapted, options, data, device, tell)
+    with Engine(
+        adapted, None, plan, tokenizer.pad_token_id or 0, tell=tell, carrier=carrier, scheme=scheme_for(options)
+    ) as engine:
+        return compare(engine, adapted, data.heldout, tokenizer, options.evaluate)
+
+
+def carrier_for(
+    model: torch.nn.Module, options: Options, data: Prepared, device: torch.device, tell: Tell
+) -> Carrier | None:
+    """What carries for ``data``, which is looked at for what the model has no positions for; None without a carry."""
+    if not options.carry.is_on:
+        return None
+    carrier = Carrier(model, options.carry, device_memory(device).total_bytes, tell)
+    for rows in (data.train, data.heldout):
+        if isinstance(rows, Trains):
+            carrier.check_positions(rows.longest_document[0], rows.longest_segment)
+    return carrier
+
+
+def scheme_for(options: Options) -> Scheme | None:
+    """The attention that ``options`` want, None for full.
+
+    Raises:
+        OptionError: together with a carry.
+    """
+    scheme = scheme_of(options.attention.scheme, options.attention.window)
+    if scheme is not None and options.carry.is_on:
+        raise OptionError(
+            f"attention.scheme: {options.attention.scheme} and carry.policy: {options.carry.policy} both say what a "
+            "token sees; choose one of them."
+        )
+    return scheme
+
+
+def with_rank(options: Options, data: Prepared, config: Any, device: torch.device, tell: Tell) -> Options:
+    """``options`` with a number where lora.rank says auto: by what the carry, or else dialogues.policy, leaves out."""
+    if options.lora.rank != "auto":
+        return options
+    why = f"dialogues.policy {options.dialogues.policy}"
+    num_read, num_left = data.account.compressed_from_tokens, data.account.compressed_to_tokens
+    dropped = 1 - num_left / num_read if num_read else 0.0
+    if isinstance(data.train, Trains):
+        why = f"carry.policy {options.carry.policy}"
+        carrier = Carrier(empty_base(config, torch.bfloat16), options.carry, device_memory(device).total_bytes)
+        dropped = data.train.share_beyond(carrier.num_tokens, options.carry.retention_ratio)
+    return options.model_copy(update={"lora": choose_rank(options.lora, dropped, why, tell)})
 
 
 def _refuse_other_run(folder: Path, resume: bool) -> None:

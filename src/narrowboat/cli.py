@@ -6,6 +6,8 @@ Exit codes: 0 done, 1 failed, 2 wrong options, 3 does not fit the budget, 130 an
 from __future__ import annotations
 
 import inspect
+import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import typer
 from narrowboat.errors import NarrowboatError, OptionError
 from narrowboat.options import load as options
 from narrowboat.options.reference import default_text, type_name
+from narrowboat.units import format_bytes
 
 app = typer.Typer(
     name="narrowboat",
@@ -28,6 +31,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; what Narrowboat refuses becomes one clear message and an exit code."""
+    for talkative in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # of kernels that this machine cannot use
+        logging.getLogger(talkative).setLevel(logging.ERROR)
     try:
         app()
     except NarrowboatError as error:
@@ -52,7 +57,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(context: typer.Context, **given: Any) -> None:
         values = {keys[name]: given.pop(name) for name in list(given) if name in keys}
-        set_flags = {key: value for key, value in values.items() if value is not None} | _unknown(context.args)
+        words = list(context.args)
+        if "over" in given:  # --over takes all the words that follow it
+            given["over"] += [word for word in words if "=" in word and not word.startswith("--")]
+            words = [word for word in words if word not in given["over"]]
+        set_flags = {key: value for key, value in values.items() if value is not None} | _unknown(words)
         command(flags=set_flags, **given)
 
     signature = inspect.Signature([context, *own, *flags])
@@ -117,6 +126,69 @@ def train(
     from narrowboat import api  # torch and transformers take seconds to import
 
     api.train(chosen, resume=resume, quiet=quiet)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@with_options
+def sweep(
+    config: Config = None,
+    *,
+    over: Annotated[
+        list[str], typer.Option("--over", help="Options and their values: optimizer.lr=1e-4,2e-4 lora.rank=8,16.")
+    ] = [],  # noqa: B006
+    into: Annotated[Path, typer.Option("--into", help="The sweep's folder; one that was stopped goes on.")] = Path(
+        "runs/sweep"
+    ),
+    devices: Annotated[str, typer.Option("--devices", help="CUDA devices that run trials side by side: 0,1.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ranked trials as JSON.")] = False,
+    flags: dict[str, Any],
+) -> None:
+    """Try every combination of some options' values in short runs, and rank them by held-out loss."""
+    from dataclasses import asdict
+
+    from narrowboat import sweep as sweeping
+
+    ranked = sweeping.sweep(
+        config,
+        flags,
+        sweeping.parse_over(over),
+        into,
+        [part for part in devices.split(",") if part],
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    if as_json:
+        print(json.dumps({"trials": [asdict(trial) for trial in ranked], "best": str(into / sweeping.BEST)}))
+    else:
+        print(f"{into / sweeping.BEST}: " + ", ".join(f"{key} {value}" for key, value in ranked[0].values.items()))
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
+    out: Annotated[Path, typer.Argument(help="Where to put it; a folder that does not exist yet.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone instead of a merged model.")] = False,
+    base: Annotated[
+        str, typer.Option("--base", help="The model, if the folder does not say.", show_default=False)
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Write a trained model that needs no adapter, in the base's format; or the adapter alone."""
+    from narrowboat import api
+
+    done = api.export(folder, out, merged=not adapter, base=base, say=lambda text: print(text, file=sys.stderr))
+    print(json.dumps(done) if as_json else f"{out}: {format_bytes(done['num_bytes'])}")
+
+
+@app.command("eval")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="A run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result for machines.")] = False,
+) -> None:
+    """Measure a run's adapter against its base model on held-out data."""
+    from narrowboat import api
+
+    found = api.evaluate(folder)
+    print(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(found.lines()))
 
 
 @app.command()

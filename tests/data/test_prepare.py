@@ -47,7 +47,7 @@ def test_r07_bad_records_are_named_counted_and_skipped(tokenizer, write_lines, o
     assert prepared.account.num_documents == 7
     assert "kept 7 of 10 records" in said
     assert all(f"line {number}:" in said for number in (4, 6, 8))
-    assert "1 turns joined" in said
+    assert "1 turns were joined" in said
     assert prepared.account.num_broken == 3
 
 
@@ -81,7 +81,7 @@ def test_r11_supervised_tokens_are_counted(tokenizer, write_lines, options_for):
 def test_characters_without_a_token_are_told(tokenizer, write_lines, options_for):
     said = Said()
     prepare(options_for(write_lines([{"text": "a\x1db 好 c\x1d é"}])), tokenizer, 8192, said)
-    assert "no token for 2 characters" in said
+    assert "2 characters have no token" in said
 
 
 def test_missing_paths_and_no_paths_are_refused(tokenizer, options_for):
@@ -246,7 +246,7 @@ def test_the_cache_is_hit_missed_and_made_again(tokenizer, folder, options_for, 
     found = prepare(options, tokenizer, 8192, second, cache)
     assert "prepared and kept" in first
     assert "prepared before" in second
-    assert "1 files left out" in second  # what was said once is said again
+    assert "1 files and folders are of kinds that are not read: 1 .png" in second  # what was said once is said again
     assert found.account == made.account
     assert token_ids(found) == token_ids(made) == token_ids(prepare(options, tokenizer, 8192, Said()))
 
@@ -360,6 +360,23 @@ def test_an_overlap_that_leaves_no_room_is_refused_with_both_values(tokenizer, f
     with pytest.raises((OptionError, DataError)) as caught:
         prepare(load(flags=flags), tokenizer, 8192, Said())
     assert all(value in str(caught.value) for value in values)
+
+
+def test_a_limit_that_gives_way_is_told(tokenizer, folder, options_for):
+    said = Said()
+    groups = {"segments": {"max_tokens": 700}}
+    prepared = prepare(options_for(folder, groups, max_tokens=900), tokenizer, 512, said)
+    assert "data.max_tokens: 900 is above the model's positions, 512" in said
+    assert "segments.max_tokens: 700 is above the model's positions, 512" in said
+    assert prepared.train.lengths.max() <= 512
+
+
+def test_columns_are_read_under_other_names(tokenizer, write_lines, options_for):
+    path = write_lines([{"body": "Words."}])
+    prepared = prepare(options_for(path, columns=["text=body"]), tokenizer, 8192, Said())
+    assert prepared.account.formats == {"text": 1}
+    with pytest.raises(OptionError, match="'body' is no pair; write it like text=body"):
+        load(flags={"data.columns": "body"})
 
 
 def test_r03_a_limit_below_one_characters_tokens_is_told_per_record(tokenizer, write_lines, options_for):

@@ -164,7 +164,7 @@ def test_a_folder_is_walked_in_order_and_unknown_kinds_are_counted(tmp_path):
         (tmp_path / name).write_text("text")
     sources, left_out = find([str(tmp_path)])
     assert [source.kind for source in sources] == ["markdown", "python", "rust"]
-    assert dict(left_out) == {".png": 2}
+    assert dict(left_out) == {".png": 2, ".git/": 1, "node_modules/": 1}
 
 
 @pytest.mark.parametrize(

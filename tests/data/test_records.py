@@ -26,6 +26,11 @@ def test_formats_are_recognised_and_can_be_overridden():
     assert document({"text": "t"}) == (Text("a.jsonl, line 1", "t"), "text")
     assert document({"text": "t", "prompt": "q", "completion": "a"}, "text")[1] == "text"
     assert document({"body": "t"}, names={"body": "text"})[0].text == "t"
+    assert turns({"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}) == chat
+    said = {"system": "s", "conversations": [{"from": "gpt", "value": "a"}]}
+    assert turns(said) == [("system", "s"), ("assistant", "a")]
+    call = {"conversations": [{"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}]}
+    assert document(call)[0].messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     parts = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
     assert turns(parts) == chat
 
@@ -76,6 +81,9 @@ def test_r07_turns_of_one_speaker_are_joined():
         ({"messages": [{"role": "user", "content": None}]}, "content that is null"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half a character"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls that are a int"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a tool without a name"),
+        ({"conversations": [{"from": "function_call", "value": "{"}]}, "not valid JSON"),
         ({"messages": [{"role": "assistant", "content": "x"}], "tools": "{"}, "tools is not valid JSON"),
         ({"conversations": [{"from": "human"}]}, "null"),
         ({"text": None}, "text is null"),

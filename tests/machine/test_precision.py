@@ -51,4 +51,13 @@ def test_the_measurement_takes_milliseconds_and_agrees_with_itself():
 def test_every_role_is_a_line_for_people():
     lines = precision.choose_precision("bfloat16", CPU).lines()
     assert lines[0] == "base weights bfloat16: model.dtype asks for it"
-    assert [line.split(":")[0] for line in lines[1:]] == ["adapters float32", "products bfloat16", "loss float32"]
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        "adapters and their gradients float32", "products bfloat16", "loss float32",
+        "sums over micro-batches and cards float32", "carried keys and values bfloat16",
+    ]  # fmt: skip
+
+
+def test_a_quantised_base_is_told_and_leaves_the_other_roles_alone():
+    plain, packed = (precision.choose_precision("bfloat16", CPU, quantize) for quantize in ("none", "nf4"))
+    assert packed.base.reason == "model.dtype asks for it; its linear layers are held in nf4, nothing in float32 beside"
+    assert (packed.base.dtype, packed.compute, packed.adapters) == (plain.base.dtype, plain.compute, plain.adapters)

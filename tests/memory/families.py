@@ -63,8 +63,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 EAGER = ("gemma2", "gpt-oss")  # other attention leaves out the soft cap or the sinks
 
 
-def tiny(family: str, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """The base model of a family in fp32, with weights large enough that attention is not uniform."""
+def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
+    """The base model of a family, with weights large enough that attention is not uniform."""
     name, differs, _ = FAMILIES[family]
     sizes = SIZES | differs | changes
     if family == "gpt-neox":
@@ -72,7 +72,7 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> torch.nn.Module:
     config = getattr(transformers, name)(**sizes)
     config._attn_implementation = "eager" if family in EAGER else "sdpa"
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or "sinks" in name:

@@ -93,17 +93,6 @@ def test_adapters_are_float32_over_a_frozen_base_of_its_own_format(dtype: torch.
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {dtype}
 
 
-def test_half_biases_are_not_trained(model_of):
-    with pytest.raises(
-        ModelError, match=r"lora.bias = all would train 6 biases in torch.bfloat16 .*model.dtype: float32"
-    ):
-        adapted(model_of("qwen2", torch.bfloat16), bias="all")
-    result = adapted(model_of("qwen2"), bias="all")
-    assert any(
-        name.endswith("q_proj.base_layer.bias") for name, p in result.model.named_parameters() if p.requires_grad
-    )
-
-
 def test_the_first_forward_is_the_base_models_and_one_step_moves_every_adapter(model_of):
     model = model_of("llama")
     before = model(IDS).logits.detach()

@@ -167,6 +167,23 @@ def test_schedule_free_shows_its_average_and_trains_on_to_the_bit():
     assert all(torch.equal(a, b) for a, b in zip(before, problem.bits(), strict=True))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_who_remembers_something_of_a_weight_sees_that_it_moved(name: str):
+    """DoRA's norms are remembered by the version of A and B; some libraries write past it."""
+    problem = Problem()
+    optimizer = problem.build(name=name)
+    problem.gradients()
+    before = [weight._version for weight in problem.weights.values()]
+    driving.step(optimizer, problem.gradients)
+    between = [weight._version for weight in problem.weights.values()]
+    with driving.averaged(optimizer):
+        inside = [weight._version for weight in problem.weights.values()]
+    after = [weight._version for weight in problem.weights.values()]
+    assert all(a < b for a, b in zip(before, between, strict=True))
+    if name == "schedule_free":
+        assert all(a < b < c for a, b, c in zip(between, inside, after, strict=True))
+
+
 def test_every_name_of_the_schema_is_in_the_table():
     assert set(OptimizerOptions.model_fields["name"].annotation.__args__) == set(KINDS)
 

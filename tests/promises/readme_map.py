@@ -29,6 +29,7 @@ def the_map() -> str:
         "model",
         "optimizers",
         "memory",
+        "memory/carry",
         "engine",
         "planner",
         "train",

@@ -79,7 +79,7 @@ def test_the_code_for_ones_own_loop_runs() -> None:
 @pytest.mark.skipif(not (TOP / ".venv").exists() or shutil.which("make") is None, reason="needs make and its .venv")
 def test_make_demo_runs_shorter(tmp_path: Path) -> None:
     """The demo's own command, on fewer tokens and steps."""
-    settings = ["DEMO_TOKENS=384", "DEMO_STEPS=2", f"DEMO_FOLDER={tmp_path}"]
+    settings = ["DEMO_TOKENS=512", "DEMO_STEPS=2", f"DEMO_FOLDER={tmp_path}"]
     done = subprocess.run(
         ["make", "-o", "setup", "demo", *settings], cwd=TOP, capture_output=True, text=True, timeout=280
     )

@@ -7,6 +7,7 @@ tokens in = learnt + context + masked + dropped, by reason. What is shown a seco
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ class Account:
     num_segments: int = 0
     num_examples: int = 0
     num_lost: int = 0  # characters that the tokenizer has no token for
+    num_open: int = 0  # dialogues whose last answer ends with no end-of-turn token
     num_joined_turns: int = 0
     num_folded_systems: int = 0
     read_tokens: int = 0  # by the training tokenizer, with its special tokens and the template's words
@@ -33,7 +35,7 @@ class Account:
     num_broken: int = 0
     broken: list[tuple[str, str]] = field(default_factory=list)  # the first ones' place and reason
     formats: Counter[str] = field(default_factory=Counter)  # records by the format they were read as
-    left_out_files: Counter[str] = field(default_factory=Counter)  # by suffix
+    left_out_files: Counter[str] = field(default_factory=Counter)  # by suffix, and folders by name
     num_compressed: int = 0  # dialogues of which turns were left out
     compressed_from_tokens: int = 0
     compressed_to_tokens: int = 0
@@ -74,6 +76,29 @@ class Account:
         self.num_broken += 1
         if len(self.broken) < MAX_NAMED:
             self.broken.append((place, reason))
+
+    def notices(self) -> Iterator[str]:
+        """What was skipped, dropped or changed: each said once, with its number."""
+        if self.num_broken:
+            total = self.num_documents + self.num_broken
+            shown = "; ".join(f"{place}: {reason}" for place, reason in self.broken[:5])
+            more = f"; and {self.num_broken - 5:,} more" if self.num_broken > 5 else ""
+            yield f"kept {self.num_documents:,} of {total:,} records; skipped: {shown}{more}"
+        for reason, num_tokens in self.dropped_tokens.items():
+            yield f"dropped {num_tokens:,} of {self.read_tokens:,} tokens: {reason}"
+        if self.num_compressed:
+            cut = 1 - self.compressed_to_tokens / self.compressed_from_tokens
+            yield f"{self.num_compressed:,} dialogues were too long; {cut:.0%} of their tokens were left out"
+        counted = {
+            "characters have no token in this tokenizer; no model can see them": self.num_lost,
+            "dialogues end with no end-of-turn token under this chat template: nothing teaches to stop": self.num_open,
+            "turns were joined to the turn before by the same speaker": self.num_joined_turns,
+            "system prompts went to the head of the first question: the template takes none": self.num_folded_systems,
+        }
+        yield from (f"{num:,} {text}" for text, num in counted.items() if num)
+        if self.left_out_files:
+            names = ", ".join(f"{num:,} {suffix}" for suffix, num in self.left_out_files.most_common(8))
+            yield f"{self.left_out_files.total():,} files and folders are of kinds that are not read: {names}"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: the counts, and both sides of the equation."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from narrowboat.data.examples import IGNORED, Row, positions
-from narrowboat.data.packing import best_fit
+from narrowboat.data.packing import row_numbers
 
 
 class StepSchedule:
@@ -46,11 +46,9 @@ class StepSchedule:
         self.seed, self.longest_first = seed, longest_first
         self.world_size, self.rank = world_size, rank
         self._room = _round_up(self.lengths, batch_tokens)
-        slots = best_fit(self._room, batch_tokens)
-        self._steps = len(slots)
-        # Slots by falling room: slot k of this order belongs to step batch _step_of_slot[k].
-        places = np.array([(self._room[row], step) for step, rows in enumerate(slots) for row in rows])
-        self._step_of_slot = places[np.argsort(-places[:, 0], kind="stable"), 1]
+        steps = row_numbers(self._room, batch_tokens)
+        self._steps = int(steps.max(initial=-1)) + 1
+        self._step_of_slot = steps[np.argsort(-self._room, kind="stable")]  # slots by falling room
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
     def __len__(self) -> int:

@@ -9,11 +9,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import regex
+from numpy.typing import NDArray
 
 from narrowboat.data.sentences import sentence_ends
 
-Boundaries = Callable[[str, int, int, int], Sequence[int]]
+Boundaries = Callable[[str, int, int, int], Sequence[int] | NDArray[np.int64]]
 """``(text, begin, low, high)`` to rising character positions in ``low..high`` where a cut may fall.
 
 ``begin`` is where the segment starts: what stands before is of no interest.
@@ -102,7 +104,7 @@ def markdown(text: str) -> Cuts:
 
     def outside(level: Boundaries) -> Boundaries:
         def find(text: str, begin: int, low: int, high: int) -> list[int]:
-            return [end for end in level(text, begin, low, high) if cuts.around(end) is None]
+            return [int(end) for end in level(text, begin, low, high) if cuts.around(int(end)) is None]
 
         return find
 

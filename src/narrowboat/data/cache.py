@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from narrowboat.units import format_bytes
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 256 << 20
+BATCH_BYTES = 32 << 20
 FORMAT = 1  # of the shards; a new number makes all caches anew
 
 
@@ -96,7 +97,7 @@ def _write(folder: Path, batches: Iterable[pa.RecordBatch]) -> list[Path]:
     writer: pa.RecordBatchFileWriter | None = None
     written = 0
     try:
-        for batch in batches:
+        for batch in _large(batches):
             if writer is None or written > SHARD_BYTES:
                 if writer is not None:
                     writer.close()
@@ -108,6 +109,18 @@ def _write(folder: Path, batches: Iterable[pa.RecordBatch]) -> list[Path]:
         if writer is not None:
             writer.close()
     return shards
+
+
+def _large(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same examples in fewer batches: each one costs pages of memory when it is mapped."""
+    waiting: list[pa.RecordBatch] = []
+    for batch in batches:
+        waiting.append(batch)
+        if sum(one.nbytes for one in waiting) > BATCH_BYTES:
+            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
+            waiting = []
+    if waiting:
+        yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
 
 
 def _digest(path: Path) -> str:

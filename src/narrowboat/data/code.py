@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from narrowboat.data.boundaries import LINES, Boundaries, Cuts
+from narrowboat.data.boundaries import LINES, Cuts
 
 GRAMMARS = {
     "python": "tree_sitter_python",
@@ -39,9 +39,7 @@ def code(text: str, language: str) -> Cuts:
     if parser is None:
         return Cuts((_top_level, *LINES))
     tree = _Tree(text, parser)
-    levels: list[Boundaries] = [tree.definitions, tree.top_level]
-    levels += [tree.inside(depth) for depth in range(1, _DEEPEST)]
-    return Cuts((*levels, *LINES))
+    return Cuts((tree.definitions, tree.top_level, tree.nested, *LINES))
 
 
 @lru_cache
@@ -70,39 +68,42 @@ class _Tree:
         self._tree = parser.parse(raw)  # nodes live as long as it
         self._chars = None if len(raw) == len(text) else _chars_of_bytes(raw)
         self._nodes = self._tree.root_node.children
-        self._ends = [self._char(node.end_byte) for node in self._nodes]
-        self._starts = self._with_comments(text)
-        self._defining = [bool(_DEFINITION.search(node.type)) for node in self._nodes]
+        self._inside: dict[int, tuple[list[Any], NDArray[np.int64], NDArray[np.int64]]] = {}  # by node
+        self._ends = np.array([self._char(node.end_byte) for node in self._nodes], np.int64)
+        self._starts = np.array(self._with_comments(text), np.int64)
+        self._defining = np.array([bool(_DEFINITION.search(node.type)) for node in self._nodes], np.bool_)
 
-    def definitions(self, text: str, begin: int, low: int, high: int) -> list[int]:
+    def definitions(self, text: str, begin: int, low: int, high: int) -> NDArray[np.int64]:
         """Starts of top-level definitions, with the comments above them."""
-        return [start for start, is_one in self._between(low, high) if is_one]
+        first, last = self._starts.searchsorted((low, high + 1))
+        return self._starts[first:last][self._defining[first:last]]
 
-    def top_level(self, text: str, begin: int, low: int, high: int) -> list[int]:
+    def top_level(self, text: str, begin: int, low: int, high: int) -> NDArray[np.int64]:
         """Starts of everything that is not nested."""
-        return [start for start, _ in self._between(low, high)]
+        first, last = self._starts.searchsorted((low, high + 1))
+        return self._starts[first:last]
 
-    def inside(self, depth: int) -> Boundaries:
-        """Starts of what is nested ``depth`` deep and begins its line."""
+    def nested(self, text: str, begin: int, low: int, high: int) -> list[int]:
+        """Starts of what begins its line, as little deep inside as there is any."""
+        first = int(self._ends.searchsorted(low, side="right"))
+        nodes = self._nodes[first : int(self._starts.searchsorted(high, side="right"))]
+        for _ in range(_DEEPEST):
+            nodes = [node for outer in nodes for node in self._children(outer, low, high)]
+            starts = {self._line_start(text, self._char(node.start_byte)) for node in nodes}
+            found = sorted(start for start in starts if low <= start <= high)
+            if found:
+                return found
+        return []
 
-        def find(text: str, begin: int, low: int, high: int) -> list[int]:
-            first = int(np.searchsorted(self._ends, low, side="right"))
-            nodes = [node for node in self._nodes[first:] if self._char(node.start_byte) <= high]
-            for _ in range(depth):
-                nodes = [
-                    child
-                    for node in nodes
-                    for child in node.children
-                    if self._char(child.end_byte) > low and self._char(child.start_byte) <= high
-                ]
-            starts = {self._line_start(text, self._char(node.start_byte)) for node in nodes if node.is_named}
-            return sorted(start for start in starts if low <= start <= high)
-
-        return find
-
-    def _between(self, low: int, high: int) -> Sequence[tuple[int, bool]]:
-        first, last = np.searchsorted(self._starts, [low, high + 1])
-        return list(zip(self._starts[first:last], self._defining[first:last], strict=True))
+    def _children(self, outer: Any, low: int, high: int) -> list[Any]:
+        """Named nodes right inside ``outer`` that reach into ``low..high``."""
+        if outer.id not in self._inside:
+            nodes = [node for node in outer.children if node.is_named]
+            starts = np.array([self._char(node.start_byte) for node in nodes], np.int64)
+            ends = np.array([self._char(node.end_byte) for node in nodes], np.int64)
+            self._inside[outer.id] = nodes, starts, ends
+        nodes, starts, ends = self._inside[outer.id]
+        return nodes[int(ends.searchsorted(low, side="right")) : int(starts.searchsorted(high, side="right"))]
 
     def _with_comments(self, text: str) -> list[int]:
         """Starts of the top-level nodes' lines, moved up over comments that stand right above."""

@@ -1,28 +1,26 @@
 """Labels of a dialogue: which tokens are an assistant's turns, under any chat template.
 
-Most templates do not mark the assistant's turns, and many rewrite earlier ones. So the dialogue is rendered twice: as
-it is, and with one invisible character at the start and the end of each message's text. Without those characters the
-two must be the same text, and then they say where each message stands in it. A turn begins where the template's
-generation prompt ends, and ends with the token that closes a turn. Price: two renderings of the template.
+Most templates do not mark the assistant's turns, and many rewrite earlier ones. So the dialogue is rendered twice, as
+it is and with marks that say where each message's text stands (``marks.py``). A turn starts where the template's
+generation prompt ends, and ends with the tokens that close a turn. Price: one more rendering for each dialogue.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 
-from narrowboat.data.examples import Tokens
-from narrowboat.data.tokens import Encoder
+from narrowboat.data.examples import IGNORED, Tokens
+from narrowboat.data.marks import END, START, Message, Place, marked, read
+from narrowboat.data.tokens import Encoder, Tokenised
 from narrowboat.errors import DataError
-
-Message = Mapping[str, Any]
-_STARTS, _ENDS = 0xF0000, 0x100000  # private-use planes of Unicode: 65,534 characters each
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Rendered:
     input_ids: Tokens  # [tokens]
     turn: NDArray[np.int32]  # [tokens]
     message: NDArray[np.int32]  # [tokens]
-    num_lost: int = 0
+    num_lost: int = 0  # characters without a token
 
     def renumber(self, numbers: Sequence[int]) -> Rendered:
         """The same, with message ``i`` called ``numbers[i]``: a part's messages by their places in the dialogue."""
@@ -45,18 +43,26 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a message's own text starts and ends in the rendered text; None where the template hides it."""
+class _View:
+    """One rendering, and where its messages' own texts stand."""
 
-    start: int | None
-    end: int | None
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None
+    text: str
+    tokenised: Tokenised
+    places: Sequence[Place]
+
+    def next_text(self, number: int, after: int) -> int | None:
+        """Where the first text of the messages behind ``number`` stands, at or behind ``after``."""
+        starts = [place.end if place.start is None else place.start for place in self.places[number + 1 :]]
+        return min((start for start in starts if start is not None and start >= after), default=None)
 
 
 class ChatTemplate:
     """A tokenizer's chat template as what labels need of it.
 
     Raises:
-        DataError: when the tokenizer has no chat template.
+        DataError: when the tokenizer has no chat template, or one that shows no texts.
     """
 
     def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
@@ -68,7 +74,11 @@ class ChatTemplate:
                 "take a model made for chat, or give the data as plain text"
             )
         self._openings: dict[str, tuple[str, ...]] = {}  # by the role before
-        self.takes_system = self._can_render([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+        self._call_form: tuple[str | None, bool] | None = None  # see _with_calls; not known before the first call
+        self.takes_parts = False  # templates of models that see pictures take lists of parts
+        user: Message = {"role": "user", "content": END}
+        self.takes_parts = not self._shows([user])
+        self.takes_system = self._shows([{"role": "system", "content": END}, {"role": "user", "content": "x"}])
         self.end_ids = self._find_end_ids()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
@@ -77,115 +87,175 @@ class ChatTemplate:
         Raises:
             DataError: when the template refuses the dialogue, or an assistant's turn cannot be found in it.
         """
+        messages = self._with_calls(messages, tools)
         text = self._text(messages, tools)
         places = self._places(text, messages, tools)
-        tokenised = self._encoder.encode([text])[0]
-        turn = np.full(len(tokenised), -1, np.int32)
+        view = _View(messages, tools, text, self._encoder.encode([text])[0], places)
+        turn = np.full(len(view.tokenised), -1, np.int32)
         ends = np.zeros(len(messages), np.int64)
         for number, message in enumerate(messages):
-            start, end = self._span(text, messages, places, number, tools)
-            ends[number] = end
-            if message["role"] != "assistant":
-                continue
-            first, last = tokenised.span(start, end)
-            last = self._closing(tokenised.input_ids, first, last, tokenised, places, number, message)
-            turn[first:last] = number
-            ends[number] = max(end, tokenised.edges[last])
+            start, ends[number] = self._span(view, number)
+            if message["role"] == "assistant":
+                for first, last in self._turn(view, number, start, int(ends[number])):
+                    turn[first:last] = number
+                    ends[number] = max(ends[number], view.tokenised.edges[last])
         order = np.argsort(ends, kind="stable")  # some templates move the system prompt to the last question
-        owner = np.searchsorted(ends[order], tokenised.edges[:-1], side="right")
+        owner = ends[order].searchsorted(view.tokenised.edges[:-1], side="right")
         message_of = order[np.minimum(owner, len(order) - 1)].astype(np.int32)
-        return Rendered(text, tokenised.input_ids, turn, message_of, tokenised.num_lost)
+        return Rendered(text, view.tokenised.input_ids, turn, message_of, view.tokenised.num_lost)
+
+    def is_closed(self, labels: Tokens) -> bool:
+        """Whether what is learnt last closes a turn."""
+        learnt = labels[labels != IGNORED]
+        return not len(learnt) or int(learnt[-1]) in self.end_ids
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool = False) -> str:
+        shown = [_in_parts(message) for message in messages] if self.takes_parts else list(messages)
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=generate
+                shown, tools=tools, tokenize=False, add_generation_prompt=generate
             )
         except (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
             raise DataError(f"the chat template of {self.name} refuses it: {error}") from None
         return text
 
-    def _can_render(self, messages: Sequence[Message]) -> bool:
+    def _shows(self, messages: Sequence[Message]) -> bool:
         try:
-            return "x" in self._text(messages, None)
+            return END in self._text(messages, None)
         except DataError:
             return False
 
     def _find_end_ids(self) -> frozenset[int]:
-        """Ids that close an assistant's turn: the first special token after its text, where a dialogue ends with it."""
-        mark = chr(_ENDS)
-        text = self._text([{"role": "user", "content": "x"}, {"role": "assistant", "content": "x" + mark}], None)
-        tail = self._encoder.encode([text[text.rfind(mark) + 1 :]])[0].input_ids.tolist()
-        special = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        closing = [i for i in tail if i in special][:1]
-        eos = self._tokenizer.eos_token_id
-        return frozenset(closing if eos is None else [*closing, eos])
+        """Ids that close an assistant's turn.
 
-    def _places(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[_Place]:
-        for marked, base in _markings(messages):
+        The end-of-sequence token; the special tokens behind a dialogue's last answer; and one that follows a question's
+        text and an answer's alike.
+        """
+        turns = [{"role": role, "content": "x" + END} for role in ("user", "assistant", "user", "assistant")]
+        tails = [self._encoder.encode([tail])[0].input_ids.tolist() for tail in self._text(turns, None).split(END)[1:]]
+        special = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        runs = []
+        for tail in tails:
+            first = next((place for place, i in enumerate(tail) if not self._is_blank(i)), len(tail))
+            last = next((place for place in range(first, len(tail)) if tail[place] not in special), len(tail))
+            runs.append(tail[first:last])
+        eos = self._tokenizer.eos_token_id
+        closing = {*runs[-1], *({*runs[0][:1]} & {*runs[1][:1]})} if len(runs) == len(turns) else set()
+        return frozenset(closing if eos is None else {*closing, eos})
+
+    def _with_calls(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Sequence[Message]:
+        """The messages with calls in the form that the template shows them in.
+
+        Templates differ in whether a call without text wants an empty text or none, and its arguments as an object or
+        as JSON. Some leave calls out without a word; that shows in that nothing changes without them.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
+        if self._call_form is not None:
+            return [_in_form(message, *self._call_form) for message in messages]
+        silent = self._try([{**message, "tool_calls": None} for message in messages], tools)
+        for form in product(("", None), (False, True)):
+            shaped = [_in_form(message, *form) for message in messages]
+            text = self._try(shaped, tools)
+            if text is not None and text != silent:
+                self._call_form = form
+                return shaped
+        self._text(messages, tools)  # which says why, if the template refuses the dialogue in any form
+        raise DataError(f"the chat template of {self.name} shows no calls of tools, so they would be lost")
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str | None:
+        try:
+            return self._text(messages, tools)
+        except DataError:
+            return None
+
+    def _places(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Place]:
+        for ways, base in marked(messages):
             try:
-                shown = self._text(marked, tools)
+                shown = self._text(ways, tools)
             except DataError:
                 continue
-            places = _read_marks(shown, text, base, len(messages))
+            places = read(shown, text, base, len(messages))
             if places is not None:
                 return places
         raise DataError(f"the chat template of {self.name} rewrites it so that the assistant's turns cannot be found")
 
-    def _span(
-        self, text: str, messages: Sequence[Message], places: Sequence[_Place], number: int, tools: Sequence[Any] | None
-    ) -> tuple[int, int]:
-        """Where message ``number`` starts and ends; an assistant's turn starts behind the generation prompt."""
-        place, before = places[number], places[number - 1] if number else _Place(None, None)
+    def _span(self, view: _View, number: int) -> tuple[int, int]:
+        """Where message ``number`` starts and its text ends; an assistant's starts behind the generation prompt."""
+        place, before = view.places[number], view.places[number - 1] if number else Place()
         start = place.start if place.start is not None else place.end
-        if messages[number]["role"] == "assistant" and before.end is not None:
-            openings = self._openings_after(messages, number, tools)
-            start = next((before.end + len(o) for o in openings if text.startswith(o, before.end)), start)
+        is_answer = view.messages[number]["role"] == "assistant"
+        if is_answer and before.end is not None:
+            openings = self._openings_after(view, number)
+            start = next((before.end + len(o) for o in openings if view.text.startswith(o, before.end)), start)
         if start is None:
-            if messages[number]["role"] == "assistant":
+            if is_answer:
                 raise DataError(f"the chat template of {self.name} does not show where message {number + 1} starts")
             start = before.end or 0
         return start, max(start, place.end or 0)
 
-    def _openings_after(self, messages: Sequence[Message], number: int, tools: Sequence[Any] | None) -> tuple[str, ...]:
+    def _openings_after(self, view: _View, number: int) -> tuple[str, ...]:
         """Texts that may stand between the message before and an assistant's turn, the longest first.
 
         The first is what stands there at generation. An earlier turn may show less of it (no opened thought), so the
         second is what both share.
         """
-        role = str(messages[number - 1]["role"])
+        role = str(view.messages[number - 1]["role"])
         if role not in self._openings:
-            end, start = chr(_ENDS), chr(_STARTS)
-            until = [*messages[: number - 1], {**messages[number - 1], "content": "x" + end}]
-            earlier = [*until, {"role": "assistant", "content": start + "x"}, {"role": "user", "content": "x"}]
+            until = [*view.messages[: number - 1], {**view.messages[number - 1], "content": "x" + END}]
+            earlier = [*until, {"role": "assistant", "content": START + "x"}, {"role": "user", "content": "x"}]
             try:
-                generated = self._text(until, tools, generate=True).rpartition(end)[2]
-                shown = self._text(earlier, tools).partition(end)[2].partition(start)[0]
+                generated = self._text(until, view.tools, generate=True).rpartition(END)[2]
+                shown = self._text(earlier, view.tools).partition(END)[2].partition(START)[0]
             except DataError:
                 return ()  # perhaps the template takes another dialogue's start
             self._openings[role] = (generated, generated[: _num_shared(generated, shown)])
         return self._openings[role]
 
-    def _closing(
-        self,
-        ids: Tokens,
-        first: int,
-        last: int,
-        tokenised: Any,
-        places: Sequence[_Place],
-        number: int,
-        message: Message,
-    ) -> int:
-        """Behind the end-of-turn token of the turn ``first:last``: the next token, or the next one that is not blank.
+    def _turn(self, view: _View, number: int, start: int, end: int) -> list[tuple[int, int]]:
+        """The tokens of an assistant's turn, as ranges: with its calls of tools and what closes it.
 
-        Calls of tools stand behind a message's own text, so there every token up to the closing one belongs to it.
+        Calls stand behind a message's text, up to the closing token. Where there is none before the next message, or
+        where the template puts results in between, a call ends where the dialogue ends if cut off behind it.
         """
-        following = next((p.start or p.end for p in places[number + 1 :] if (p.start or p.end) is not None), None)
-        limit = len(ids) if following is None else tokenised.span(following, following + 1)[0]
+        first, last = view.tokenised.span(start, end)
+        following = view.next_text(number, start)
+        is_mixed = following is not None and following < end
+        has_calls = bool(view.messages[number].get("tool_calls"))
+        closed = last if is_mixed else self._closed(view, number, last, end, has_calls)
+        if not has_calls or closed > last:
+            return [(first, closed)]
+        shared = self._shared_behind(view, number)
+        last = int(view.tokenised.edges[1:].searchsorted(shared, side="right"))
+        while last > first and self._is_blank(int(view.tokenised.input_ids[last - 1])):
+            last -= 1
+        if last <= first:
+            raise DataError(
+                f"the chat template of {self.name} does not show where the call of message {number + 1} ends"
+            )
+        place = view.places[number]
+        if not is_mixed or place.start is None or place.start < shared:
+            return [(first, last)]
+        said = view.tokenised.span(place.start, end)
+        return [(first, last), (said[0], self._closed(view, number, said[1], end, False))]
+
+    def _shared_behind(self, view: _View, number: int) -> int:
+        """Up to where the text is that of the dialogue cut off behind message ``number``, with its text or without."""
+        *before, call = view.messages[: number + 1]
+        texts = (self._try([*before, {**call, "content": content}], view.tools) for content in (call["content"], ""))
+        return max(_num_shared(view.text, text) for text in texts if text is not None)
+
+    def _closed(self, view: _View, number: int, last: int, end: int, has_calls: bool) -> int:
+        """Behind the tokens that close the turn whose text ends before token ``last``; ``last`` if there are none."""
+        ids, following = view.tokenised.input_ids, view.next_text(number, end)
+        limit = len(ids) if following is None else view.tokenised.span(following, following + 1)[0]
+        is_shown = view.places[number].end is not None
         for place in range(last, limit):
             if int(ids[place]) in self.end_ids:
+                while place + 1 < limit and int(ids[place + 1]) in self.end_ids:
+                    place += 1
                 return place + 1
-            if not message.get("tool_calls") and places[number].end is not None and not self._is_blank(int(ids[place])):
+            if is_shown and not has_calls and not self._is_blank(int(ids[place])):
                 break
         return last
 
@@ -193,57 +263,28 @@ class ChatTemplate:
         return not self._tokenizer.decode([number], skip_special_tokens=False).strip()
 
 
+def _in_form(message: Message, no_text: str | None, as_json: bool) -> Message:
+    """A message with calls, with ``no_text`` for an empty text, and arguments as JSON or as they are."""
+    if not message.get("tool_calls"):
+        return message
+    calls = message["tool_calls"]
+    if as_json:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments"))}}
+            for call in calls
+        ]
+    return {**message, "content": message["content"] or no_text, "tool_calls": calls}
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
 def _num_shared(a: str, b: str) -> int:
     """How many characters two texts share at their start."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _markings(messages: Sequence[Message]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Ways to mark the messages, from the one that says most to the one that disturbs a template least."""
-    every = "".join(str(message.get("content") or "") for message in messages)
-    used = {ord(character) - _STARTS for character in re.findall("[\U000f0000-\U0010ffff]", every)}
-    base = next(
-        base
-        for base in range(0, 0x10000 - len(messages), len(messages) + 1)
-        if not any((u - base) % 0x10000 < len(messages) for u in used)
-    )
-    anyone = {message["role"] for message in messages}
-    for with_start, empty_too, roles in (
-        (True, True, anyone),
-        (True, False, anyone),
-        (False, False, anyone),
-        (True, False, {"assistant"}),
-        (False, False, {"assistant"}),
-    ):
-        marked = [
-            _mark(message, base + number, with_start, empty_too) if message["role"] in roles else dict(message)
-            for number, message in enumerate(messages)
-        ]
-        yield marked, base
-
-
-def _mark(message: Message, number: int, with_start: bool, empty_too: bool) -> dict[str, Any]:
-    """Marks stand inside the blanks around a text, because templates trim those."""
-    content = message.get("content")
-    if not isinstance(content, str) or not (content.strip() or empty_too):
-        return dict(message)
-    core = content.strip()
-    at = content.index(core)
-    start = chr(_STARTS + number) if with_start else ""
-    marked = content[:at] + start + core + chr(_ENDS + number) + content[at + len(core) :]
-    return {**message, "content": marked}
-
-
-def _read_marks(shown: str, text: str, base: int, num_messages: int) -> list[_Place] | None:
-    """Places of the marks in ``text``, or None if the marks changed what the template does."""
-    low, high = _STARTS + base, _ENDS + base
-    pattern = re.compile(f"[{chr(low)}-{chr(low + num_messages - 1)}{chr(high)}-{chr(high + num_messages - 1)}]")
-    starts: dict[int, int] = {}
-    ends: dict[int, int] = {}
-    for num_before, match in enumerate(pattern.finditer(shown)):
-        code = ord(match.group())
-        into, number = (ends, code - high) if code >= high else (starts, code - low)
-        into[number] = match.start() - num_before
-    if pattern.sub("", shown) != text:
-        return None
-    return [_Place(starts.get(number), ends.get(number)) for number in range(num_messages)]
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # comparing slices is quicker than comparing characters
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low

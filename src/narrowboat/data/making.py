@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from narrowboat.data.labels import ChatTemplate, Rendered
 from narrowboat.data.records import Dialogue, Document, Pair, Text
 from narrowboat.data.segments import Overlap, cut, show
 from narrowboat.data.tokens import Encoder, Tokenised
-from narrowboat.errors import DataError
+from narrowboat.errors import DataError, OptionError
 from narrowboat.options.schema import Options
 
 
@@ -55,6 +56,11 @@ class Maker:
         eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self._before, self._after = self.encoder.before, self.encoder.after or eos
         self.segment_tokens = min(options.segments.max_tokens or max_tokens, max_tokens)
+        if options.carry.is_on and options.segments.overlap:
+            raise OptionError(
+                f"segments.overlap = {options.segments.overlap} and carry.policy = {options.carry.policy}: a segment "
+                "sees what is carried, so nothing is shown twice; set segments.overlap to 0."
+            )
         self.overlap_tokens = overlap = options.segments.overlap_of(self.segment_tokens)
         self._overlap = Overlap(overlap, options.segments.overlap_sides == "both")
         # A segment also shows its context, at least one token, and the special tokens at its document's ends.
@@ -126,7 +132,7 @@ class Maker:
                 len(ids) if is_end else shift + segment.shown_end,
             )
             counts.num_segments += 1
-            labels = _segment_labels(ids, target, own, shown, counts)
+            labels = _segment_labels(ids, target, own, shown, counts, self.options.carry.is_on)
             if labels is not None:
                 examples.append(
                     Example(ids[slice(*shown)], labels, number, index, shown[0] - len(lead), source=document.place)
@@ -152,12 +158,15 @@ class Maker:
         num_full = len(full.input_ids)
         counts.read_tokens += num_full
         counts.num_lost += full.num_lost
+        if self.options.carry.is_on:
+            return self._exchanges(number, outline, full, dialogue.place, counts)
         fits = num_full <= self.max_tokens
         parts = [(outline.whole(), full)] if fits else self._parts(outline, full, messages, dialogue.tools)
         shown: set[int] = set()
         made: list[tuple[Rendered, Tokens]] = []
         for part, rendered in parts:
             labels = _dialogue_labels(rendered, part, learn)
+            counts.num_open += not self.template.is_closed(labels)
             if (labels != IGNORED).any():
                 made.append((rendered, labels))
                 shown |= {*part.shown}
@@ -170,6 +179,30 @@ class Maker:
         return [
             Example(rendered.input_ids, labels, number, index, 0, len(labels) / num_full, dialogue.place)
             for index, (rendered, labels) in enumerate(made)
+        ]
+
+    def _exchanges(self, number: int, outline: Outline, full: Rendered, place: str, counts: Account) -> list[Example]:
+        """A dialogue's exchanges as segments for a carry, the system prompt with the first, long ones in pieces."""
+        labels = _dialogue_labels(full, outline.whole(), self.options.data.learn)
+        num_learnt, num_full = int((labels != IGNORED).sum()), len(labels)
+        if not num_learnt:
+            counts.dropped_tokens["dialogues with nothing to learn"] += num_full
+            counts.dropped_documents["dialogues with nothing to learn"] += 1
+            return []
+        counts.learnt_tokens += num_learnt
+        counts.masked_tokens += num_full - num_learnt
+        starts = [0, *(_tokens_of(full, exchange)[0] for exchange in outline.exchanges[1:]), num_full]
+        pieces = [
+            piece
+            for start, end in pairwise(starts)
+            for piece in pairwise(
+                np.linspace(start, end, -(-(end - start) // self.segment_tokens) + 1).astype(int).tolist()
+            )
+        ]
+        counts.num_segments += len(pieces)
+        return [
+            Example(full.input_ids[start:end], labels[start:end], number, index, start, source=place)
+            for index, (start, end) in enumerate(pieces)
         ]
 
     def _parts(
@@ -227,12 +260,17 @@ def _cuts(text: str, kind: str) -> Cuts:
 
 
 def _segment_labels(
-    ids: Tokens, target: NDArray[np.bool_], own: tuple[int, int], shown: tuple[int, int], counts: Account
+    ids: Tokens,
+    target: NDArray[np.bool_],
+    own: tuple[int, int],
+    shown: tuple[int, int],
+    counts: Account,
+    carries: bool,
 ) -> Tokens | None:
-    """Labels of one segment, or None where nothing is learnt; only its own tokens are targets."""
+    """Labels of one segment, or None where nothing is learnt and none carries; only its own tokens are targets."""
     learnt = target[slice(*own)]
     num_own, num_shown, num_learnt = len(learnt), shown[1] - shown[0], int(learnt.sum())
-    if not num_learnt:
+    if not num_learnt and not carries:
         counts.dropped_tokens["segments with nothing to learn"] += num_own
         return None
     counts.learnt_tokens += num_learnt
@@ -249,6 +287,8 @@ def _without_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     system = [message["content"] for message in messages if message["role"] == "system"]
     others = [dict(message) for message in messages if message["role"] != "system"]
     first = next((message for message in others if message["role"] == "user"), None)
+    if system and first is None:
+        raise DataError("the chat template takes no system prompt, and no question follows that could hold it")
     if system and first is not None:
         first["content"] = "\n\n".join([*system, first["content"]])
     return others

@@ -9,16 +9,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 
-def best_fit(lengths: ArrayLike, row_tokens: int) -> list[list[int]]:
-    """Rows as lists of indices into ``lengths``; one longer than ``row_tokens`` gets a row of its own.
+def row_numbers(lengths: ArrayLike, row_tokens: int) -> NDArray[np.int64]:
+    """The row of each of ``lengths``, counted from 0; one longer than ``row_tokens`` gets a row of its own.
 
-    Deterministic; time grows with the number of lengths and slowly with the number of different gaps.
+    Deterministic. A microsecond for each length: a million lengths take a second.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    rows: list[list[int]] = []
+    numbers = np.empty(len(sizes), np.int64)
+    num_rows = 0
     by_gap: dict[int, list[int]] = {}  # free tokens -> rows with just so many
     gaps: list[int] = []  # the keys of by_gap, rising
     for index in np.argsort(-sizes, kind="stable").tolist():
@@ -29,14 +30,23 @@ def best_fit(lengths: ArrayLike, row_tokens: int) -> list[list[int]]:
             row = by_gap[gap].pop()
             if not by_gap[gap]:
                 del by_gap[gap], gaps[place]
-            rows[row].append(index)
         else:
-            gap, row = row_tokens, len(rows)
-            rows.append([index])
+            gap, row = row_tokens, num_rows
+            num_rows += 1
+        numbers[index] = row
         left = gap - size
         if left > 0:
             if left not in by_gap:
                 by_gap[left] = []
                 insort(gaps, left)
             by_gap[left].append(row)
+    return numbers
+
+
+def best_fit(lengths: ArrayLike, row_tokens: int) -> list[list[int]]:
+    """The rows of ``row_numbers`` as lists of places in ``lengths``."""
+    rows: list[list[int]] = []
+    for place, row in enumerate(row_numbers(lengths, row_tokens).tolist()):
+        rows += [[] for _ in range(row + 1 - len(rows))]
+        rows[row].append(place)
     return rows

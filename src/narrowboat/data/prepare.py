@@ -20,18 +20,19 @@ from narrowboat.data import cache
 from narrowboat.data.account import Account
 from narrowboat.data.keyframes import AttentionMass
 from narrowboat.data.making import Maker
-from narrowboat.data.packing import best_fit
+from narrowboat.data.packing import row_numbers
 from narrowboat.data.reading import Broken, Progress, Record, blocks, read
 from narrowboat.data.records import Document, Text, to_document
 from narrowboat.data.sources import Source, find
 from narrowboat.data.store import Rows, Store, shifted
+from narrowboat.data.trains import Trains, stretches
 from narrowboat.data.workers import make_all, num_workers
 from narrowboat.errors import DataError
 from narrowboat.events import Notice, Tell
 from narrowboat.options.schema import Options
 
 BATCH_DOCUMENTS = 256
-BATCH_CHARS = 1 << 20
+BATCH_CHARS = 1 << 19
 OnProgress = Callable[[int, int], None]
 """``(bytes read, bytes of all sources)``, told after every batch."""
 
@@ -69,7 +70,7 @@ def prepare(
     Raises:
         DataError: for a missing path, no usable record, or nothing to learn in any of them.
     """
-    max_tokens = min(options.data.max_tokens or max_positions, max_positions)
+    max_tokens = _max_tokens(options, max_positions, tell)
     maker = Maker(options, tokenizer, max_tokens, attention)
     preparation = _Preparation(options, tokenizer, maker, tell, None if attention else cache_folder, on_progress)
     store, account = preparation.run(options.data.train, "data.train")
@@ -80,11 +81,17 @@ def prepare(
     else:
         heldout_store = store
         train_numbers, heldout_numbers = _split(store, options.data.heldout_share, options.train.seed)
-    train = Rows(store, _pack(store, train_numbers, options))
-    heldout = Rows(heldout_store, [[number] for number in heldout_numbers.tolist()])
+    if options.carry.is_on:
+        most_tokens = None if options.carry.gradient_segments is None else options.train.batch_tokens
+        train: Rows = Trains(store, stretches(store, train_numbers, most_tokens))
+        heldout: Rows = Trains(heldout_store, stretches(heldout_store, heldout_numbers, None))
+    else:
+        train = Rows.packed(store, train_numbers, _pack(store.lengths[train_numbers], options))
+        heldout = Rows.packed(heldout_store, heldout_numbers, np.arange(len(heldout_numbers)))
     account.num_rows = len(train)
     account.row_tokens, account.filled_tokens = int(train.lengths.max()), int(train.lengths.sum())
-    tops = 2 ** np.ceil(np.log2(np.maximum(store.lengths, 1))).astype(np.int64)
+    lengths = store.lengths if store is heldout_store else np.concatenate([store.lengths, heldout_store.lengths])
+    tops = 2 ** np.ceil(np.log2(lengths)).astype(np.int64)
     account.lengths = Counter(dict(zip(*(part.tolist() for part in np.unique(tops, return_counts=True)), strict=True)))
     account.num_train_examples, account.num_heldout_examples = len(train_numbers), len(heldout)
     return Prepared(train, heldout, account)
@@ -116,7 +123,8 @@ class _Preparation:
             store = Store(list(self._make(sources, account)))
         else:
             store, account = self._find_or_make(sources, account, self.cache_folder, key)
-        _tell(account, self.tell, key)
+        for text in account.notices():
+            self.tell(Notice(f"{key}: {text}"))
         _check(account, self.options, f"{key} ({', '.join(paths)})")
         return store, account
 
@@ -129,6 +137,7 @@ class _Preparation:
             "data": options.data.model_dump(include={"format", "columns", "learn"}),
             "segments": options.segments.model_dump(),
             "dialogues": options.dialogues.model_dump(),
+            "carries": options.carry.is_on,
         }
         folder = cache_folder / cache.key_of(sources, self.tokenizer, settings)
         found = cache.find(folder)
@@ -202,6 +211,17 @@ class _Preparation:
             yield document
 
 
+def _max_tokens(options: Options, max_positions: int, tell: Tell) -> int:
+    """The longest example; says which wish cannot be met."""
+    limits = [(max_positions, "the model's positions"), (options.data.max_tokens or max_positions, "data.max_tokens")]
+    limit, name = min(limits)
+    wishes = {"data.max_tokens": options.data.max_tokens, "segments.max_tokens": options.segments.max_tokens}
+    for key, wish in wishes.items():
+        if wish is not None and wish > limit:
+            tell(Notice(f"{key}: {wish:,} is above {name}, {limit:,}, and gives way"))
+    return limit
+
+
 def _check(account: Account, options: Options, names: str) -> None:
     """Stop where there is nothing to learn from."""
     first = f"; the first: {account.broken[0][0]}: {account.broken[0][1]}" if account.broken else ""
@@ -217,34 +237,6 @@ def _check(account: Account, options: Options, names: str) -> None:
         )
 
 
-def _tell(account: Account, tell: Tell, key: str) -> None:
-    """Say once, with its number, what was skipped, dropped or changed."""
-    if account.num_broken:
-        total = account.num_documents + account.num_broken
-        shown = "; ".join(f"{place}: {reason}" for place, reason in account.broken[:5])
-        more = f"; and {account.num_broken - 5:,} more" if account.num_broken > 5 else ""
-        tell(Notice(f"{key}: kept {account.num_documents:,} of {total:,} records; skipped: {shown}{more}"))
-    for reason, num_tokens in account.dropped_tokens.items():
-        tell(Notice(f"{key}: dropped {num_tokens:,} of {account.read_tokens:,} tokens: {reason}"))
-    if account.num_compressed:
-        cut = 1 - account.compressed_to_tokens / account.compressed_from_tokens
-        tell(
-            Notice(
-                f"{key}: {account.num_compressed:,} dialogues were too long; {cut:.0%} of their tokens were left out"
-            )
-        )
-    if account.num_lost:
-        tell(Notice(f"{key}: the tokenizer has no token for {account.num_lost:,} characters; no model can see them"))
-    if account.num_joined_turns:
-        tell(Notice(f"{key}: {account.num_joined_turns:,} turns joined to the turn before by the same speaker"))
-    if account.num_folded_systems:
-        text = "system prompts put at the head of the first question, because the chat template takes none"
-        tell(Notice(f"{key}: {account.num_folded_systems:,} {text}"))
-    if account.left_out_files:
-        names = ", ".join(f"{num:,} {suffix}" for suffix, num in account.left_out_files.most_common(8))
-        tell(Notice(f"{key}: {account.left_out_files.total():,} files left out, of kinds that are not read: {names}"))
-
-
 def _split(store: Store, share: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Examples to learn from and to hold out, by whole documents; at least one of each where there are two."""
     of = store.column("document")
@@ -255,9 +247,8 @@ def _split(store: Store, share: float, seed: int) -> tuple[NDArray[np.int64], ND
     return np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout)
 
 
-def _pack(store: Store, numbers: NDArray[np.int64], options: Options) -> list[list[int]]:
+def _pack(lengths: NDArray[np.int32], options: Options) -> NDArray[np.int64]:
+    """The row of each example."""
     if not options.packing.enabled:
-        return [[number] for number in numbers.tolist()]
-    lengths = store.lengths[numbers]
-    row_tokens = max(options.packing.row_tokens or 0, int(lengths.max()))
-    return [[int(numbers[i]) for i in group] for group in best_fit(lengths, row_tokens)]
+        return np.arange(len(lengths))
+    return row_numbers(lengths, options.packing.row_tokens or int(lengths.max()))

@@ -64,18 +64,17 @@ class _Knife:
         """The token before which the segment that starts at token ``start`` ends."""
         left = self.total - start
         target = left / -(-left // self.limit)  # as many segments as are needed, all of one size
-        begin = int(self.edges[np.searchsorted(self.places, start)])
+        begin = int(self.edges[self.places.searchsorted(start)])
         for low, high in ((target / 2, min(self.limit, 1.5 * target)), (1, self.limit)):
-            first = int(np.searchsorted(self.places, start + low))
-            last = int(np.searchsorted(self.places, start + high, side="right"))  # behind the window
+            first = int(self.places.searchsorted(start + low))
+            last = int(self.places.searchsorted(start + high, side="right"))  # behind the window
             for level in self.cuts.levels if first < last else ():
                 at = self._at_edges(level, begin, first, last)
                 if len(at):
-                    tokens = self.places[at]
-                    best = int(at[np.argmin(np.abs(tokens - (start + target)))])
+                    best = int(at[np.abs(self.places[at] - (start + target)).argmin()])
                     return int(self.places[self._outside_whole(best, start, begin)])
-        needed = int(self.places[np.searchsorted(self.places, start, side="right")]) - start
-        character = self.text[begin : int(self.edges[np.searchsorted(self.edges, begin, side="right")])][:8]
+        needed = int(self.places[self.places.searchsorted(start, side="right")]) - start
+        character = self.text[begin : int(self.edges[self.edges.searchsorted(begin, side="right")])][:8]
         raise DataError(
             f"one character, {character!r} at {begin:,}, needs {max(needed, self.limit + 1):,} tokens or more; a "
             f"segment may hold {self.limit:,}"
@@ -88,23 +87,28 @@ class _Knife:
         """
         edges = self.edges[first:last]
         found = np.asarray(level(self.text, begin, int(edges[0]), int(edges[-1])), np.int64)
-        at = np.searchsorted(edges, found)
-        inside = edges[np.minimum(at, len(edges) - 1)] != found
-        for number in np.flatnonzero(inside).tolist():
-            end = int(found[number])
-            while end > begin and self.text[end - 1].isspace():
-                end -= 1
-            found[number] = end
-        at = np.searchsorted(edges, found)
-        kept = (at < len(edges)) & (edges[np.minimum(at, len(edges) - 1)] == found)
-        return at[kept] + first
+        if not len(found):
+            return found
+        at = edges.searchsorted(found)
+        is_edge = edges[np.minimum(at, len(edges) - 1)] == found
+        if is_edge.all():
+            return at + first
+        moved = np.array([self._before_blanks(end, begin) for end in found[~is_edge].tolist()], np.int64)
+        again = edges.searchsorted(moved)
+        again = again[(again < len(edges)) & (edges[np.minimum(again, len(edges) - 1)] == moved)]
+        return np.concatenate([at[is_edge], again]) + first
+
+    def _before_blanks(self, end: int, begin: int) -> int:
+        while end > begin and self.text[end - 1].isspace():
+            end -= 1
+        return end
 
     def _outside_whole(self, at: int, start: int, begin: int) -> int:
         """Edge ``at``, moved out of a table or the like if that fits into a segment."""
         span = self.cuts.around(int(self.edges[at]))
         if span is None:
             return at
-        first, last = (int(np.searchsorted(self.edges, position)) for position in span)
+        first, last = (int(self.edges.searchsorted(position)) for position in span)
         if last >= len(self.edges) or self.places[last] - self.places[first] > self.limit:
             return at
         if span[0] > begin:
@@ -131,12 +135,12 @@ def show(ends: Sequence[int], tokenised: Tokenised, overlap: Overlap, limit: int
             before = overlap.num_tokens
         shown_start = start
         if number:
-            shown_start = int(whole[np.searchsorted(whole, max(start - before, 0))])
+            shown_start = int(whole[whole.searchsorted(max(start - before, 0))])
         if number and shown_start == start:
-            shown_start = int(whole[np.searchsorted(whole, start) - 1])
+            shown_start = int(whole[whole.searchsorted(start) - 1])
             if start - shown_start > max(before, 1 + limit - (end - start)):
                 shown_start = start - 1
         shown_end = min(end + after, ends[-1])
-        shown_end = max(int(whole[np.searchsorted(whole, shown_end, side="right") - 1]), end)
+        shown_end = max(int(whole[whole.searchsorted(shown_end, side="right") - 1]), end)
         yield Segment(start, end, shown_start, shown_end)
         start = end

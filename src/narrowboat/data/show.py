@@ -37,7 +37,11 @@ def account_table(account: Account) -> RenderableType:
     formats = ", ".join(f"{num:,} {name}" for name, num in account.formats.most_common())
     line("documents", account.num_documents, note=formats)
     if account.num_broken:
-        line("records skipped", account.num_broken, note=f"the first: {': '.join(account.broken[0])}")
+        line(
+            "records skipped",
+            account.num_broken,
+            note=f"the first: {_short(account.broken[0][0])}: {account.broken[0][1]}",
+        )
     if account.num_segments:
         line("segments", account.num_segments)
     line("examples", account.num_examples, note=f"{account.num_heldout_examples:,} held out")
@@ -54,6 +58,11 @@ def account_table(account: Account) -> RenderableType:
         line("dialogues compressed", account.num_compressed, note=f"{left:.0%} of their tokens left out")
     line("rows", account.num_rows, note=f"of {account.row_tokens:,} tokens or less, {account.row_fill:.1%} full")
     return Group(table, "", _histogram(account))
+
+
+def _short(place: str) -> str:
+    """A file's last two names, and the line if there is one."""
+    return "/".join(place.split("/")[-2:])
 
 
 def _histogram(account: Account) -> RenderableType:
@@ -75,7 +84,7 @@ def samples(prepared: Prepared, tokenizer: Any, num: int) -> Iterator[Renderable
         share = f"{example.num_supervised:,} of {example.num_tokens:,} tokens learnt"
         kept = f", {example.kept:.0%} of the dialogue" if example.kept < 1 else ""
         place = f", segment {example.segment + 1}" if example.segment else ""
-        yield Panel(coloured(example, tokenizer), title=f"{example.source}{place}", subtitle=share + kept)
+        yield Panel(coloured(example, tokenizer), title=f"{_short(example.source)}{place}", subtitle=share + kept)
 
 
 def coloured(example: Example, tokenizer: Any) -> Text:

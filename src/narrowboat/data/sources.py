@@ -43,7 +43,7 @@ TEXTS = {
     ".yaml .yml .toml .ini .cfg .xml .proto .cmake .tf",
 }
 KINDS = RECORDS | {suffix: kind for kind, suffixes in TEXTS.items() for suffix in suffixes.split()}
-SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages", "target", "build", "dist"}
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}  # and hidden ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Source:
 
 
 def find(paths: Sequence[str]) -> tuple[list[Source], Counter[str]]:
-    """Files under ``paths`` in a fixed order, and how many of each unknown suffix were left out.
+    """Files under ``paths`` in a fixed order, and how many were left out, by suffix; folders by name.
 
     Raises:
         DataError: for a path that does not exist, or a named file of a kind that cannot be read.
@@ -70,8 +70,8 @@ def find(paths: Sequence[str]) -> tuple[list[Source], Counter[str]]:
                 raise DataError(f"{path}: its kind is not known by its name; known are {' '.join(sorted(KINDS))}")
             sources.append(_source(path))
         elif path.is_dir():
-            for file in _dataset_files(path) or _walk(path):
-                if kind_of(file) is None:
+            for file in _dataset_files(path) or _walk(path, left_out):
+                if kind_of(file) is None or file.name.startswith("."):
                     left_out[file.suffix or file.name] += 1
                 else:
                     sources.append(_source(file))
@@ -91,10 +91,12 @@ def _source(path: Path) -> Source:
     return Source(path, str(kind_of(path)), path.stat().st_size)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
     for here, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS)
-        yield from (Path(here) / name for name in sorted(files) if not name.startswith("."))
+        skipped = {name for name in folders if name.startswith(".") or name in SKIPPED_FOLDERS}
+        left_out.update(f"{name}/" for name in skipped)
+        folders[:] = sorted({*folders} - skipped)
+        yield from (Path(here) / name for name in sorted(files))
 
 
 def _dataset_files(folder: Path) -> list[Path]:

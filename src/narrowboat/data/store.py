@@ -118,6 +118,14 @@ class Rows:
         self._members = np.array([example for group in groups for example in group], np.int64)
         self._firsts = np.cumsum([0, *(len(group) for group in groups)])
 
+    @classmethod
+    def packed(cls, store: Store, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> Rows:
+        """Examples ``numbers`` in the rows ``rows``, as ``packing.row_numbers`` counts them."""
+        packed = cls(store, ())
+        packed._members = numbers[np.argsort(rows, kind="stable")]
+        packed._firsts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+        return packed
+
     def __len__(self) -> int:
         return len(self._firsts) - 1
 

@@ -37,8 +37,10 @@ class Tokenised:
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """The tokens that hold any of the characters ``start:end``, as a range."""
-        first = int(np.searchsorted(self.edges[1:] + ~self.is_whole[1:], start, side="right"))
-        return first, int(np.searchsorted(self.edges[:-1], end, side="left"))
+        first = int(self.edges[1:].searchsorted(start, side="right"))
+        while first and self.edges[first] == start and not self.is_whole[first]:
+            first -= 1  # the token before holds a piece of the first character
+        return first, int(self.edges[:-1].searchsorted(end, side="left"))
 
 
 class Encoder:

@@ -40,7 +40,9 @@ def num_workers(options: Options, num_bytes: int) -> int:
     """Processes for an input of so many bytes; 1 is this one."""
     if options.data.workers:
         return options.data.workers
-    return len(os.sched_getaffinity(0)) if num_bytes >= WORTH_BYTES else 1
+    if num_bytes < WORTH_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_all(

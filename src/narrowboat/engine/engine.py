@@ -9,19 +9,29 @@ micro-batches: 4.0 on one token and 1.0 on three give 1.75, not 2.5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.data.batches import MicroBatch, collate, group_rows
-from narrowboat.data.examples import Row
+from narrowboat.data.examples import IGNORED, Row
+from narrowboat.data.trains import Train
+from narrowboat.engine.carrying import Carrying, Stretch
 from narrowboat.engine.scaling import LossScale
 from narrowboat.events import Notice, Tell
+from narrowboat.memory.carry.carrier import Carrier
+from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.install import Installed, install
+from narrowboat.memory.linear_loss import shift
 from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, cause
+from narrowboat.memory.schemes import Scheme
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.account import account, describe
 from narrowboat.optimizers.buckets import DuringBackward, HostStates
@@ -41,6 +51,14 @@ class Outcome:
     loss_scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class TokenLosses:
+    """Losses in nats ``[learnt tokens]`` and the places in their documents at which they were predicted."""
+
+    losses: NDArray[np.float32]
+    places: NDArray[np.int32]
+
+
 class Engine:
     """Runs steps; use it as a context manager, so that the model is left as it was found.
 
@@ -52,6 +70,8 @@ class Engine:
         clip_norm: largest norm of the whole gradient; 0 leaves it as it is.
         tell: hears notices.
         scale: of the loss, for float16; None leaves it as it is.
+        carrier: hands keys and values on; rows are then trains of segments, each of which goes through alone.
+        scheme: of attention that is not full; not together with a carrier.
     """
 
     def __init__(
@@ -63,12 +83,16 @@ class Engine:
         clip_norm: float = 0.0,
         tell: Tell = lambda event: None,
         scale: LossScale | None = None,
+        carrier: Carrier | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
         self.model, self.optimizer, self.scale = model, optimizer, scale
         self._pad_id, self._clip_norm, self._tell = pad_id, clip_norm, tell
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self.device = next(model.parameters()).device
         self._installed: Installed = install(model, plan, tell)
+        self._installed.scheme = scheme
+        self.carrying = None if carrier is None else Carrying(carrier, self.device)
         self._states_are_told = False
         if isinstance(optimizer, HostStates):
             optimizer.resting = lambda: cause(OPTIMIZER_STATES, "host")
@@ -134,12 +158,44 @@ class Engine:
         self.model.eval()
         total, num_supervised = 0.0, 0
         with driving.averaged(self.optimizer):
+            if self.carrying is not None:
+                loss_of = partial(self._segment_loss, num_items=1, seed=0)
+                losses = [loss for row in rows for loss in self.carrying.evaluate(_as_train(row), loss_of)]
+                return float(torch.stack(losses).sum()), sum(row.num_supervised for row in rows)
             for group in group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens):
                 batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
                 if batch.num_supervised:
                     total += float(self._loss(batch, 1, [0] * len(group)))
                     num_supervised += batch.num_supervised
         return total, num_supervised
+
+    @torch.no_grad()
+    def token_losses(self, row: Row) -> TokenLosses:
+        """The loss of each learnt token of ``row``, with the place in its document at which it was predicted."""
+        self.model.eval()
+        if self.carrying is None:
+            batch = collate([row], self._pad_id).to(self.device)
+            losses = [self._model_losses(batch.input_ids, shift(batch.labels), batch.position_ids, batch.lengths)]
+            targets = shift(batch.labels)[0].cpu().numpy()
+        else:
+            train = _as_train(row)
+            losses, targets = self.carrying.evaluate(train, self._segment_losses), train.targets
+        learnt = targets != IGNORED
+        return TokenLosses(torch.cat(losses).float().cpu().numpy()[learnt], row.position_ids[learnt])
+
+    def _segment_losses(self, stretch: Stretch, handover: Handover) -> torch.Tensor:
+        positions = handover.positions(self.device)
+        return self._model_losses(stretch.input_ids, stretch.targets, positions, None, carry=handover)
+
+    def _model_losses(
+        self, input_ids: torch.Tensor, targets: torch.Tensor, position_ids: torch.Tensor, lengths: Any, **further: Any
+    ) -> torch.Tensor:
+        """``[tokens]``; 0 where nothing is learnt."""
+        out = self.model(
+            input_ids=input_ids, shift_labels=targets, position_ids=position_ids, lengths=lengths,
+            dropout_seeds=[0], fused_lm_head=True, **further,
+        )  # fmt: skip
+        return -out.log_probs[0]
 
     def _gradients_again(self, rows: Sequence[Row], seed: int) -> None:
         """The gradients at the weights' present values, without scale, not clipped."""
@@ -154,23 +210,41 @@ class Engine:
     def _gradients(self, rows: Sequence[Row], seed: int) -> tuple[torch.Tensor, int]:
         """The step batch's loss and number of micro-batches; its gradients, scaled, are in the parameters' ``grad``."""
         num_supervised = max(1, sum(row.num_supervised for row in rows))
-        groups = group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens)
-        learnt = [group for group in groups if any(rows[i].num_supervised for i in group)]
-        none_is_kept = isinstance(self.optimizer, DuringBackward) and len(learnt) == 1
+        num_parts = self._num_parts(rows)
+        none_is_kept = isinstance(self.optimizer, DuringBackward) and num_parts == 1
         with cause(GRADIENTS):
             for parameter in self._trainable:
                 parameter.grad = None if none_is_kept else torch.zeros_like(parameter)
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        for group in learnt:
-            batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
-            part = self._loss(batch, num_supervised, [_row_seed(seed, i) for i in group])
+        for number, part in enumerate(self._parts(rows, num_supervised, seed), 1):
             loss += part.detach()
-            if not isinstance(self.optimizer, DuringBackward) or group is not learnt[-1]:
+            if not isinstance(self.optimizer, DuringBackward) or number < num_parts:
                 part.backward(torch.full_like(part, self._scale_value))
             elif is_fake(loss) or torch.isfinite(loss):
                 with self.optimizer.armed():
                     part.backward()
-        return loss, len(groups)
+        return loss, num_parts
+
+    def _num_parts(self, rows: Sequence[Row]) -> int:
+        """How many backwards a step batch takes."""
+        if self.carrying is not None:
+            return sum(self.carrying.num_losses(_as_train(row)) for row in rows)
+        return len(self._learnt_groups(rows))
+
+    def _learnt_groups(self, rows: Sequence[Row]) -> list[list[int]]:
+        groups = group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens)
+        return [group for group in groups if any(rows[i].num_supervised for i in group)]
+
+    def _parts(self, rows: Sequence[Row], num_supervised: int, seed: int) -> Iterator[torch.Tensor]:
+        """The step batch's loss in summands, each of which is to go backwards before the next is asked for."""
+        if self.carrying is None:
+            for group in self._learnt_groups(rows):
+                batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
+                yield self._loss(batch, num_supervised, [_row_seed(seed, i) for i in group])
+            return
+        for i, row in enumerate(rows):
+            loss_of = partial(self._segment_loss, num_items=num_supervised, seed=_row_seed(seed, i))
+            yield from self.carrying.losses(_as_train(row), loss_of)
 
     def _loss(self, batch: MicroBatch, num_items: int, seeds: Sequence[int]) -> torch.Tensor:
         """Summed loss over ``num_items``. Scaling begins at the logits: what follows them is held in 16 bits."""
@@ -186,6 +260,21 @@ class Engine:
             loss_weights=scaled,
             num_items_in_batch=num_items if scaled is None else self._scale_value,
             dropout_seeds=seeds,
+        ).loss
+
+    def _segment_loss(self, stretch: Stretch, handover: Handover, num_items: int, seed: int) -> torch.Tensor:
+        """The same over one segment of a train."""
+        scaled = None
+        if self.scale is not None and torch.is_grad_enabled():
+            scaled = torch.full(stretch.targets.shape, self._scale_value / num_items, device=self.device)
+        return self.model(
+            input_ids=stretch.input_ids,
+            shift_labels=stretch.targets,
+            position_ids=handover.positions(self.device),
+            loss_weights=scaled,
+            num_items_in_batch=num_items if scaled is None else self._scale_value,
+            dropout_seeds=[seed],
+            carry=handover,
         ).loss
 
     @property
@@ -206,6 +295,11 @@ class Engine:
 
     def _present_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._trainable if p.grad is not None]
+
+
+def _as_train(row: Row) -> Train:
+    assert isinstance(row, Train), "with a carrier, rows are trains"
+    return row
 
 
 def _row_seed(seed: int, row: int) -> int:

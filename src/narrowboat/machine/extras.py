@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -22,16 +24,24 @@ def require(module: str, option: str) -> Any:
         MachineError: it is not installed or cannot be loaded; says how to install it.
     """
     package = module.partition(".")[0]
-    loud = logging.root.manager.disable
     try:
-        with warnings.catch_warnings():  # about libraries of their own and cards that are not here
-            warnings.simplefilter("ignore")
-            logging.disable(logging.WARNING)
+        with quiet():
             return import_module(module)
     except ImportError as error:
         why = "is not installed" if error.name == package else f"cannot be loaded: {error}"
         raise MachineError(
             f"{option} needs {package}, which {why}. Install it with: pip install 'narrowboat[{GROUP_OF[package]}]'"
         ) from None
-    finally:
-        logging.disable(loud)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, libraries' warnings and notes are not heard: about cards that are not here, and names of yesterday."""
+    loud = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(loud)

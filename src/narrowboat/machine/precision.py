@@ -34,24 +34,39 @@ class Precision:
     adapters: Format
     compute: Format
     loss: Format
+    reductions: Format
+    carried: Format
 
     def lines(self) -> list[str]:
         """For people: ``base weights bfloat16: ...``, a line a role."""
-        roles = {"base weights": self.base, "adapters": self.adapters, "products": self.compute, "loss": self.loss}
+        roles = {
+            "base weights": self.base,
+            "adapters and their gradients": self.adapters,
+            "products": self.compute,
+            "loss": self.loss,
+            "sums over micro-batches and cards": self.reductions,
+            "carried keys and values": self.carried,
+        }
         return [f"{role} {name_of(chosen.dtype)}: {chosen.reason}" for role, chosen in roles.items()]
 
 
-def choose_precision(dtype: Literal["auto", "float32", "bfloat16", "float16"], device: torch.device) -> Precision:
-    """The formats for ``device``; ``dtype`` is the user's wish for the base (``model.dtype``)."""
+def choose_precision(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"], device: torch.device, quantize: str = "none"
+) -> Precision:
+    """The formats for ``device``; ``dtype`` and ``quantize`` are the user's wishes for the base (``model.dtype``)."""
     if dtype == "auto":
         base = _what_the_device_does_well(device)
     else:
         base = Format(getattr(torch, dtype), "model.dtype asks for it")
+    if quantize != "none":
+        base = Format(base.dtype, f"{base.reason}; its linear layers are held in {quantize}, nothing in float32 beside")
     return Precision(
         base=base,
         adapters=Format(torch.float32, "optimizer steps are smaller than what 16 bits can tell apart"),
         compute=Format(base.dtype, "products are made in the format of the base weights"),
         loss=Format(torch.float32, "sums over a whole vocabulary need its 24 bits"),
+        reductions=Format(torch.float32, "many small parts are added up"),
+        carried=Format(base.dtype, "they are what attention made in it"),
     )
 
 

@@ -12,7 +12,7 @@ model's own, so generation goes on as before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -25,15 +25,18 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from narrowboat.errors import AnatomyError, ModelError
 from narrowboat.events import Tell
 from narrowboat.memory import attention
+from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.dropout import PlacedDropout, Whereabouts
 from narrowboat.memory.forwards import forward_of
 from narrowboat.memory.layer_stream import LayerCall, stream_layer
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.linear_loss import Measures, linear_loss, shift
-from narrowboat.memory.offload import InputStore, StridedInputs, input_store
+from narrowboat.memory.offload import Store, Strided, store_at
 from narrowboat.memory.recompute import recompute_layer
 from narrowboat.memory.router import Routers
+from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.tail import Tail
+from narrowboat.memory.unread import Unread
 from narrowboat.memory.weight_stream import WeightStream
 from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.plan import MemoryPlan
@@ -62,6 +65,12 @@ class _Given:
 
     lengths: Sequence[Sequence[int]] | None = None
     seeds: Sequence[int] | None = None
+    carry: Handover | None = None
+
+    @property
+    def offset(self) -> int:
+        """Place of the first token in its document: dropout follows from it."""
+        return 0 if self.carry is None else self.carry.offset
 
 
 @dataclass
@@ -70,8 +79,10 @@ class _MicroBatch:
 
     layout: Layout
     seeds: Sequence[int]
-    inputs: InputStore
+    store: Store
+    given: _Given
     further_outputs: list[torch.Tensor] = field(default_factory=list)
+    latest: torch.Tensor | None = None
 
 
 class Installed:
@@ -80,6 +91,7 @@ class Installed:
     Attributes:
         anatomy: the model's parts.
         plan: the plan that it runs under.
+        scheme: of attention that is not full.
         run_layer: runs a layer instead of the plan while it is not None: ``(index, call, input) -> output``.
     """
 
@@ -89,12 +101,13 @@ class Installed:
         self._config, self._tell = text_config(self._causal), tell
         self._check(plan)
         self.plan = plan
+        self.scheme: Scheme | None = None
         self.run_layer: Callable[[int, LayerCall, torch.Tensor], torch.Tensor] | None = None
         self._undo = ExitStack()
         self._whereabouts = Whereabouts()
         self._given: _Given | None = None
         self._batch: _MicroBatch | None = None
-        self._store: InputStore | None = None
+        self._store: Store | None = None
 
     def __enter__(self) -> Installed:
         if getattr(self._causal, INSTALLED, None) is not None:
@@ -112,7 +125,7 @@ class Installed:
         self._check(plan)
         if self._store is not None and plan.inputs != self.plan.inputs:
             self._store.close()
-            self._store = input_store(plan.inputs, self._tell)
+            self._store = store_at(plan.inputs, self._tell)
         if plan.weights != self.plan.weights:
             self._weights.rest(plan.weights)
         self.plan = plan
@@ -139,7 +152,10 @@ class Installed:
         undo.enter_context(forward_of(self._causal, partial(self._forward, own_forward)))
         backbone = self.anatomy.backbone
         undo.enter_context(forward_of(backbone, partial(self._run_backbone, backbone.forward)))
+        known: dict[Hashable, frozenset[str]] = {}
+        self._unread = [Unread(layer.module, known) for layer in self._layers]
         for i, layer in enumerate(self._layers):
+            self._unread[i].put_on(undo)
             undo.enter_context(forward_of(layer.module, partial(self._layer, i, layer.module.forward)))
         dropouts = [m for m in self._causal.modules() if type(m) is torch.nn.Dropout]
         for i, dropout in enumerate(dropouts):
@@ -150,7 +166,7 @@ class Installed:
         self._weights = WeightStream(self.anatomy, self._tell)
         undo.callback(self._weights.close)
         self._weights.rest(self.plan.weights)
-        self._store = input_store(self.plan.inputs, self._tell)
+        self._store = store_at(self.plan.inputs, self._tell)
         setattr(self._causal, INSTALLED, self)
         undo.callback(delattr, self._causal, INSTALLED)
 
@@ -173,13 +189,15 @@ class Installed:
         lengths: Sequence[Sequence[int]] | None = None,
         dropout_seeds: Sequence[int] | None = None,
         fused_lm_head: bool = False,
+        carry: Handover | None = None,
         **kwargs: Any,
     ) -> Any:
         """The causal language model's forward: with labels, only the loss.
 
         Beside transformers' arguments it takes ``loss_weights`` ``[batch, tokens]``, aligned with the targets;
-        ``lengths``, the documents of each row; ``dropout_seeds``, a number for each row; and TRL's
-        ``fused_lm_head``, which wants each token's log-probability.
+        ``lengths``, the documents of each row; ``dropout_seeds``, a number for each row; TRL's ``fused_lm_head``,
+        which wants each token's log-probability; and ``carry``, where the one row is a segment that sees what earlier
+        segments of its document left.
         """
         inputs = {
             "input_ids": input_ids,
@@ -192,13 +210,13 @@ class Installed:
             with self._visit_head_for_logits():
                 return own_forward(**inputs, **{k: v for k, v in wanted.items() if v is not None}, **kwargs)
         targets = shift(cast(torch.Tensor, labels)) if shift_labels is None else shift_labels
-        self._given = given = _Given(lengths, dropout_seeds)
+        self._given = given = _Given(lengths, dropout_seeds, carry)
         try:
             with self._tail.left_to_the_loss():
                 out = self.anatomy.backbone(**inputs, **_for_backbone(kwargs))
         finally:
             self._given = None
-        at = partial(self._at_chunk, given.seeds or (), targets.shape[1])
+        at = partial(self._at_chunk, given.seeds or (), given.offset, targets.shape[1])
         measures = Measures.like(targets) if fused_lm_head else None
         with self._weights.visit_head():
             losses = linear_loss(
@@ -250,10 +268,10 @@ class Installed:
         layout = Layout.of(tokens.shape[0], tokens.shape[1], mask, positions, given.lengths)
         self._refuse_unseparated(layout)
         given.seeds = seeds = self._draw_seeds(tokens) if given.seeds is None else list(given.seeds)
-        self._at(seeds, 0, layout.num_tokens)
+        self._at(seeds, given.offset, 0, layout.num_tokens)
         stride, store = self.plan.input_stride, self._store
         assert store is not None
-        return _MicroBatch(layout, seeds, StridedInputs(store, stride) if stride > 1 else store)
+        return _MicroBatch(layout, seeds, Strided(store, stride) if stride > 1 else store, given)
 
     def _refuse_unseparated(self, layout: Layout) -> None:
         """A state that runs along the tokens would carry one document into the next."""
@@ -271,26 +289,40 @@ class Installed:
                 return own_forward(x, **arguments)
         batch, plan = self._batch, self.plan
         module = self._layers[index].module
+        link = None if batch.given.carry is None else batch.given.carry.links[index]
         call = LayerCall(
             module,
             self._under_our_rules(module, own_forward),
             arguments,
-            batch.layout,
-            before=partial(self._at, batch.seeds),
+            batch.layout if link is None else Layout.of(1, link.num_tokens),
+            before=partial(self._at, batch.seeds, batch.given.offset),
             collect=partial(self._routers.collect, module),
             visit=partial(self._weights.visit_layer, index),
             attends=self._layers[index].attention is not None,
+            link=link,
+            scheme=self._scheme_now,
+            unread=self._unread[index],
         )
         if self.run_layer is not None:
             return self.run_layer(index, call, x)
-        if plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers:
+        is_kept = plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers
+        if is_kept:
             out, *further = (call.whole(x), *call.collect())
         elif plan.layers == "recompute":
             out, *further = recompute_layer(x, call)
         else:
-            out, *further = stream_layer(x, call, plan.tile_tokens, batch.inputs, plan.keep_keys_values)
+            ours = x is batch.latest and not module._forward_hooks  # else someone may read it later
+            out, *further = stream_layer(x, call, plan.tile_tokens, batch.store, plan.keep_keys_values, ours)
+            batch.latest = out
+        if link is not None:
+            link.hand_on(is_last_use=is_kept or not torch.is_grad_enabled())
         batch.further_outputs += further
         return out
+
+    @property
+    def _scheme_now(self) -> Scheme | None:
+        shifted = self.scheme is not None and self.scheme.is_shifted
+        return None if shifted and not self._causal.training else self.scheme
 
     def _under_our_rules(self, module: torch.nn.Module, own_forward: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's own forward, with our attention and without its own checkpointing.
@@ -325,14 +357,16 @@ class Installed:
         with self._weights.visit_head():
             yield
 
-    def _at(self, seeds: Sequence[int], start: int, stop: int) -> None:
+    def _at(self, seeds: Sequence[int], offset: int, start: int, stop: int) -> None:
         self._whereabouts.seeds = seeds
-        self._whereabouts.move(start, stop)
+        self._whereabouts.move(offset + start, offset + stop)
 
-    def _at_chunk(self, seeds: Sequence[int], num_tokens: int, row: int, where: torch.Tensor | slice) -> None:
+    def _at_chunk(
+        self, seeds: Sequence[int], offset: int, num_tokens: int, row: int, where: torch.Tensor | slice
+    ) -> None:
         self._whereabouts.seeds = seeds
         if isinstance(where, slice):  # else the head is frozen and drops nothing
-            first = row * num_tokens
+            first = row * num_tokens - offset
             self._whereabouts.move(where.start - first, where.stop - first, slice(row, row + 1))
 
     def _draw_seeds(self, tokens: torch.Tensor) -> list[int]:

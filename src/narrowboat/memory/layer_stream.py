@@ -19,18 +19,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.attention import HandedOver, KeysValues, Tile
+from narrowboat.memory.attention import HandedOver, KeysValues, Link, Outputs, Tile
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause
-from narrowboat.memory.offload import Held, InputStore
+from narrowboat.memory.offload import Held, Store
+from narrowboat.memory.schemes import Scheme
+from narrowboat.memory.unread import Unread
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+PROBE_TOKENS = 4
 SLICED = ("position_embeddings", "position_ids", "cache_position")
 
 
@@ -48,6 +52,10 @@ class LayerCall:
         collect: gives the layer's further outputs of the last run, such as router logits; each
             ``[batch * tile, ...]``.
         attends: whether the layer has attention.
+        link: to the segments before and after, where keys and values are carried; ``layout`` counts the carried
+            tokens, and everything else begins behind them.
+        scheme: of attention that is not full.
+        unread: knows the projections that a second run may leave out; None leaves out nothing.
     """
 
     def __init__(
@@ -60,10 +68,14 @@ class LayerCall:
         collect: Callable[[], tuple[torch.Tensor, ...]],
         visit: Callable[[], AbstractContextManager[None]] = nullcontext,
         attends: bool = True,
+        link: Link | None = None,
+        scheme: Scheme | None = None,
+        unread: Unread | None = None,
     ) -> None:
-        self.layer, self.layout = layer, layout
+        self.layer, self.layout, self._link = layer, layout, link
+        self._first, self._scheme = 0 if link is None else link.num_carried, scheme
         self._forward, self._before, self.collect, self.visit = forward, before, collect, visit
-        self._attends = attends
+        self._attends, self._unread = attends, unread
         dropped = (*CACHE_NAMES, "use_cache", *(("attention_mask",) if attends else ()))
         self._arguments = {name: value for name, value in arguments.items() if name not in dropped}
 
@@ -73,22 +85,89 @@ class LayerCall:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Run the whole row: ``[batch, tokens, hidden]`` to the same."""
-        return self._run(x, Tile(self.layout, 0, self.layout.num_tokens, None))
+        keys_values = None if self._link is None else self.keys_values()
+        return self._run(x, Tile(self.layout, self._first, self.layout.num_tokens, keys_values))
 
-    def tile(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> torch.Tensor:
+    @property
+    def carries(self) -> bool:
+        """Whether keys and values come from earlier segments and go on to later ones."""
+        return self._link is not None
+
+    def keys_values(self) -> KeysValues:
+        """For the row that this call is about; nothing is there yet but what is carried."""
+        return KeysValues(self.layout.num_tokens, self._link)
+
+    def tile(
+        self,
+        x: torch.Tensor,
+        start: int,
+        keys_values: KeysValues,
+        outputs: Outputs | None = None,
+        again: bool = False,
+    ) -> torch.Tensor:
         """Run ``[batch, tile, hidden]`` against the keys and values of earlier tiles."""
-        return self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values))
+        start += self._first
+        tile = Tile(self.layout, start, start + x.shape[1], keys_values, outputs=outputs, again=again)
+        return self._run(x, tile)
+
+    def backward(
+        self,
+        leaf: torch.Tensor,
+        start: int,
+        keys_values: KeysValues,
+        outputs: Outputs | None,
+        seeds: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Recompute a tile and give the gradients of ``leaf``, its input, and of the layer's trainable parameters.
+
+        ``seeds`` are the gradients of the output and the further outputs; those of keys and values that the tile sees
+        are gathered in ``keys_values``.
+        """
+        with torch.enable_grad(), self._leaving_out(leaf, recomputing=True):
+            out = [self.tile(leaf, start, keys_values, outputs, again=True), *self.collect()]
+        pairs = [(o, s) for o, s in zip(out, seeds, strict=False) if s is not None]
+        wanted = [t for t in (leaf, *self.layer.parameters()) if t.requires_grad]
+        found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
+        return [*found] if leaf.requires_grad else [None, *found]
 
     def rebuild(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
         """Run a tile just far enough to leave its keys and values."""
+        with torch.no_grad(), self._leaving_out(x, recomputing=False):
+            self._hand_over(x, start, keys_values)
+
+    def _hand_over(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
+        start += self._first
         try:
             self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values, stop_at_keys=True))
         except HandedOver:
             return
         raise AnatomyError(f"{type(self.layer).__name__} never hands over keys and values; use the plan recompute.")
 
+    def _leaving_out(self, x: torch.Tensor, recomputing: bool) -> AbstractContextManager[None]:
+        """Without the projections that nobody reads."""
+        if self._unread is None or is_fake(x):
+            return nullcontext()
+        return self._unread.left_out(recomputing, partial(self._probe, x))
+
+    def _probe(self, like: torch.Tensor) -> list[torch.Tensor | None]:
+        """What a few random tokens leave behind: keys, values, and with gradients enabled those of input and layer."""
+        all_tokens = self.layout.num_tokens - self._first
+        num_tokens = min(PROBE_TOKENS, all_tokens)
+        layout = Layout(all_tokens, (((0, num_tokens),),) * like.shape[0])
+        call = LayerCall(
+            self.layer, self._forward, self._arguments, layout, self._before, self.collect, scheme=self._scheme
+        )
+        generator = torch.Generator(like.device).manual_seed(0)
+        x, seed = (torch.empty_like(like[:, :num_tokens]).normal_(generator=generator) for _ in range(2))
+        keys_values = KeysValues(num_tokens)
+        if torch.is_grad_enabled():
+            return call.backward(x.requires_grad_(), 0, keys_values, None, [seed])
+        call.rebuild(x, 0, keys_values)
+        return [keys_values.keys, keys_values.values]
+
     def _run(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
-        self._before(tile.start, tile.stop)
+        self._before(tile.start - self._first, tile.stop - self._first)
+        tile.scheme = self._scheme
         arguments = {name: self._cut(name, value, tile) for name, value in self._arguments.items()}
         if tile.keys_values is not None:
             arguments[self._cache_name] = tile
@@ -99,19 +178,20 @@ class LayerCall:
         return out[0] if isinstance(out, tuple) else out
 
     def _cut(self, name: str, value: Any, tile: Tile) -> Any:
-        if (tile.start, tile.stop) == (0, self.layout.num_tokens):
+        start, stop, num_tokens = (at - self._first for at in (tile.start, tile.stop, self.layout.num_tokens))
+        if (start, stop) == (0, num_tokens):
             return value
         if name not in SLICED:
-            if isinstance(value, torch.Tensor) and self.layout.num_tokens in value.shape[1:2]:
+            if isinstance(value, torch.Tensor) and num_tokens in value.shape[1:2]:
                 raise AnatomyError(
-                    f"{type(self.layer).__name__} takes a tensor {name!r} of {self.layout.num_tokens} tokens, and it "
+                    f"{type(self.layer).__name__} takes a tensor {name!r} of {num_tokens} tokens, and it "
                     "is not known how to cut it; use the plan recompute."
                 )
             return value
         if isinstance(value, tuple):
             return tuple(self._cut(name, part, tile) for part in value)
         if isinstance(value, torch.Tensor):
-            return value[tile.start : tile.stop] if value.dim() == 1 else value[:, tile.start : tile.stop]
+            return value[start:stop] if value.dim() == 1 else value[:, start:stop]
         return value
 
 
@@ -131,62 +211,118 @@ def cache_name(layer: torch.nn.Module, forward: Callable[..., Any]) -> str:
 
 
 def stream_layer(
-    x: torch.Tensor, call: LayerCall, tile_tokens: int, inputs: InputStore, keep_keys_values: bool
+    x: torch.Tensor, call: LayerCall, tile_tokens: int, store: Store, keep_attention: bool, overwrite: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Run a layer in tiles: ``[batch, tokens, hidden]`` to the same, and whatever ``call.collect`` gives."""
+    """Run a layer in tiles.
+
+    Args:
+        x: ``[batch, tokens, hidden]``.
+        call: the layer.
+        tile_tokens: tokens of a tile.
+        store: takes what backward needs.
+        keep_attention: store keys, values and outputs of attention as well, instead of making them again.
+        overwrite: nobody reads ``x`` afterwards; if the store can do without it too, its storage becomes the output's.
+
+    Returns:
+        The same shape as ``x``, and whatever ``call.collect`` gives.
+    """
     if not torch.is_grad_enabled():
         out, further, _ = run_tiles(x, call, tile_tokens)
         return (out, *further)
     parameters = [p for p in call.layer.parameters() if p.requires_grad]
-    return _StreamLayer.apply(x, call, tile_tokens, inputs, keep_keys_values, *parameters)
+    return _StreamLayer.apply(x, call, tile_tokens, store, keep_attention, overwrite, *parameters)
 
 
 def run_tiles(
-    x: torch.Tensor, call: LayerCall, tile_tokens: int
+    x: torch.Tensor,
+    call: LayerCall,
+    tile_tokens: int,
+    outputs: Outputs | None = None,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], KeysValues]:
     """Run a layer tile by tile without a graph: its output, its further outputs, its keys and values."""
-    keys_values, extras = KeysValues(x.shape[1]), _Joined()
+    keys_values, extras = call.keys_values(), _Joined()
     with cause(LAYER_INPUTS):  # of the next layer
-        out = torch.empty_like(x)
+        out = x.data if overwrite else torch.empty_like(x)
     with torch.no_grad(), call.visit():
-        for start in range(0, x.shape[1], tile_tokens):
+        for start in tile_starts(x, tile_tokens):
             stop = min(start + tile_tokens, x.shape[1])
-            out[:, start:stop] = call.tile(x[:, start:stop], start, keys_values)
+            out[:, start:stop] = call.tile(x[:, start:stop], start, keys_values, outputs)
             extras.add(call.collect(), x.shape[0])
-    return out, extras.tensors(), keys_values
+    return out, extras.tensors(x.shape[1]), keys_values
+
+
+def tile_starts(x: torch.Tensor, tile_tokens: int) -> Sequence[int]:
+    """Where the tiles of ``[batch, tokens, hidden]`` begin.
+
+    A forecast's tensors have no values and all but a row's ends takes the same memory: four tiles stand for all.
+    """
+    starts = range(0, x.shape[1], tile_tokens)
+    return [*starts[:2], *starts[-2:]] if is_fake(x) and len(starts) > 4 else starts
+
+
+class _Left:
+    """What the forward pass of a layer leaves for backward."""
+
+    def __init__(self, x: torch.Tensor, call: LayerCall, tile_tokens: int, store: Store, keep_attention: bool) -> None:
+        self._call, self._tile_tokens, self._store = call, tile_tokens, store
+        self.input = store.put(x, lambda x: run_tiles(x, call, tile_tokens)[0])
+        self.outputs = Outputs(store, x.shape[1]) if keep_attention and not call.carries else None
+        self._keys_values: list[Held] = []
+
+    def keep(self, made: KeysValues) -> None:
+        """Keep keys and values, if attention is kept."""
+        if self.outputs is not None and made.keys is not None and made.values is not None:
+            self._keys_values = [self._store.hold(t.transpose(1, 2)) for t in (made.keys, made.values)]
+
+    def keys_values(self, like: torch.Tensor) -> KeysValues:
+        """As they were kept; else rebuilt, but for the last tile, which hands over its own when it is recomputed."""
+        num_tokens = like.shape[1]
+        if self._keys_values:
+            return KeysValues.of(*(held.tile(0, num_tokens).transpose(1, 2) for held in self._keys_values))
+        made = self._call.keys_values()
+        for start in tile_starts(like, self._tile_tokens)[:-1]:
+            self._call.rebuild(self.input.tile(start, start + self._tile_tokens), start, made)
+        return made
+
+    def release(self) -> None:
+        """Nothing of it is needed any more."""
+        for held in (self.input, *self._keys_values):
+            held.release()
+        if self.outputs is not None:
+            self.outputs.release()
 
 
 class _StreamLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, call, tile_tokens, inputs, keep_keys_values, *parameters):  # type: ignore[no-untyped-def]
-        out, extras, keys_values = run_tiles(x, call, tile_tokens)
-        if any(ctx.needs_input_grad):
-            ctx.call, ctx.tile_tokens, ctx.parameters = call, tile_tokens, parameters
-            ctx.held = inputs.put(x, lambda x: run_tiles(x, call, tile_tokens)[0])
-            ctx.keys_values = keys_values if keep_keys_values else None
+    def forward(ctx, x, call, tile_tokens, store, keep_attention, overwrite, *parameters):  # type: ignore[no-untyped-def]
+        if not any(ctx.needs_input_grad):
+            out, extras, _ = run_tiles(x, call, tile_tokens)
+            return (out, *extras)
+        left = _Left(x, call, tile_tokens, store, keep_attention)
+        out, extras, keys_values = run_tiles(x, call, tile_tokens, left.outputs, overwrite and left.input.let_go())
+        left.keep(keys_values)
+        ctx.call, ctx.tile_tokens, ctx.parameters, ctx.left = call, tile_tokens, parameters, left
         return (out, *extras)
 
     @staticmethod
     def backward(ctx, out_grad, *extra_grads):  # type: ignore[no-untyped-def]
-        call, held, keys_values = ctx.call, ctx.held, ctx.keys_values
-        ctx.held = ctx.keys_values = ctx.call = None
+        call, left = ctx.call, ctx.left
+        ctx.left = ctx.call = None
         if not out_grad.is_contiguous():
             out_grad = out_grad.contiguous()
         with call.visit():
-            starts = range(0, out_grad.shape[1], ctx.tile_tokens)
-            keys_values = keys_values or _rebuild(call, held, starts, out_grad.shape[1])
             grads = _tiles_backward(
-                call, held, starts, keys_values, out_grad, extra_grads, ctx.parameters, ctx.needs_input_grad[0]
+                call, left, ctx.tile_tokens, out_grad, extra_grads, ctx.parameters, ctx.needs_input_grad[0]
             )
-        held.release()
-        return (out_grad if ctx.needs_input_grad[0] else None), None, None, None, None, *grads
+        left.release()
+        return (out_grad if ctx.needs_input_grad[0] else None), None, None, None, None, None, *grads
 
 
 def _tiles_backward(
     call: LayerCall,
-    held: Held,
-    starts: range,
-    keys_values: KeysValues,
+    left: _Left,
+    tile_tokens: int,
     out_grad: torch.Tensor,
     extra_grads: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.nn.Parameter],
@@ -194,45 +330,20 @@ def _tiles_backward(
 ) -> list[torch.Tensor]:
     """The parameters' gradients; the input's takes the place of ``out_grad``, tile by tile, from last to first."""
     num_rows, num_tokens = out_grad.shape[:2]
+    keys_values = left.keys_values(out_grad)
     with cause(GRADIENTS):
         grads = [torch.zeros_like(p) for p in parameters]
-    for start in reversed(starts):
-        stop = min(start + starts.step, num_tokens)
-        leaf = held.tile(start, stop).detach().requires_grad_(needs_input_grad)
+    for start in reversed(tile_starts(out_grad, tile_tokens)):
+        stop = min(start + tile_tokens, num_tokens)
+        leaf = left.input.tile(start, stop).detach().requires_grad_(needs_input_grad)
         seeds = [out_grad[:, start:stop], *_cut_extras(extra_grads, num_rows, start, stop)]
-        leaf_grad, found = _tile_backward(call, leaf, start, keys_values, seeds, parameters)
+        leaf_grad, *found = call.backward(leaf, start, keys_values, left.outputs, seeds)
         if leaf_grad is not None:
             out_grad[:, start:stop] = leaf_grad
         for grad, part in zip(grads, found, strict=True):
             if part is not None:
                 grad += part
     return grads
-
-
-def _rebuild(call: LayerCall, held: Held, starts: range, num_tokens: int) -> KeysValues:
-    """The keys and values of all tiles but the last, which hands over its own when it is recomputed."""
-    keys_values = KeysValues(num_tokens)
-    with torch.no_grad():
-        for start in starts[:-1]:
-            call.rebuild(held.tile(start, start + starts.step), start, keys_values)
-    return keys_values
-
-
-def _tile_backward(
-    call: LayerCall,
-    leaf: torch.Tensor,
-    start: int,
-    keys_values: KeysValues,
-    seeds: Sequence[torch.Tensor | None],
-    parameters: Sequence[torch.nn.Parameter],
-) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
-    """Recompute one tile and give the gradients of its input and of the layer's parameters."""
-    with torch.enable_grad():
-        outputs = [call.tile(leaf, start, keys_values), *call.collect()]
-    pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if s is not None]
-    wanted = [leaf, *parameters] if leaf.requires_grad else list(parameters)
-    found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
-    return (found[0], found[1:]) if leaf.requires_grad else (None, found)
 
 
 class _Joined:
@@ -247,8 +358,11 @@ class _Joined:
         for part, output in zip(self.parts, outputs, strict=True):
             part.append(output.detach().unflatten(0, (num_rows, -1)))
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.cat(part, 1).flatten(0, 1) for part in self.parts)
+    def tensors(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        joined = [torch.cat(part, 1) for part in self.parts]
+        if any(t.shape[1] < num_tokens for t in joined):  # a forecast left tiles out
+            joined = [t.new_empty(t.shape[0], num_tokens, *t.shape[2:]) for t in joined]
+        return tuple(t.flatten(0, 1) for t in joined)
 
 
 def _cut_extras(

@@ -153,9 +153,10 @@ def _pieces(targets: torch.Tensor, chunk_tokens: int, gather: bool) -> Iterator[
     """
     if gather:
         flat = targets.reshape(-1)
-        # A fake tensor has no values: the forecast assumes that every position is learnt.
-        learnt = torch.arange(len(flat), device=flat.device) if is_fake(flat) else (flat >= 0).nonzero()[:, 0]
-        yield from ((0, index) for index in learnt.split(chunk_tokens))
+        if is_fake(flat):  # a forecast has no values to ask: two chunks stand for all
+            yield from ((0, index) for index in torch.arange(len(flat), device=flat.device).split(chunk_tokens)[:2])
+            return
+        yield from ((0, index) for index in (flat >= 0).nonzero()[:, 0].split(chunk_tokens))
         return
     num_tokens = targets.shape[1]
     for row in range(targets.shape[0]):

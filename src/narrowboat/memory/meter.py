@@ -35,6 +35,7 @@ GRADIENTS = "gradients"
 OPTIMIZER_STATES = "optimizer states"
 LAYER_INPUTS = "layer inputs"
 KEYS_VALUES = "keys and values"
+CARRY = "carried keys and values"
 LOSS = "loss"
 WORKING_SET = "working set"
 

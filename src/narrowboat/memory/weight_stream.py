@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 from narrowboat.events import Tell
 from narrowboat.memory.forwards import forward_of
 from narrowboat.memory.meter import BASE_WEIGHTS, PLACE, cause
-from narrowboat.memory.offload import HostMemory, map_scratch
+from narrowboat.memory.rooms import HostMemory, map_scratch
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.plan import Place
 
@@ -110,7 +110,7 @@ class WeightStream:
         weight.moved = True
         with torch.no_grad(), cause(BASE_WEIGHTS, place):
             if place == "host":
-                weight.resting = self._host.empty(tensor, self._device).copy_(tensor)
+                weight.resting = self._host.empty(tensor.shape, tensor.dtype, self._device).copy_(tensor)
             elif is_fake(tensor):
                 weight.resting = torch.empty_like(tensor)
             elif tensor.device.type == "cpu" and any(tensor.data_ptr() in stretch for stretch in mapped):

@@ -7,24 +7,38 @@ format; B starts at zero, so the first forward is the base model's.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import tempfile
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from narrowboat.errors import CheckpointError, ModelError, did_you_mean
 from narrowboat.events import Notice, Tell
+from narrowboat.machine.extras import quiet
 from narrowboat.machine.hardware import free_disk_bytes
+from narrowboat.machine.precision import name_of
 from narrowboat.model.anatomy import Anatomy, bare
+from narrowboat.model.masters import HALF, keep_masters
+from narrowboat.model.products import speed_up
+from narrowboat.model.quantize import make_trainable
+from narrowboat.model.ranks import ranks_by_module, table
+from narrowboat.model.starts import (
+    for_untouched_base,
+    from_saved,
+    start_as_main_directions,
+    start_as_quantisation_error,
+    widened,
+)
 from narrowboat.options.schema import LoraOptions
 from narrowboat.units import format_bytes
 
@@ -44,40 +58,98 @@ class Adapted:
     num_parameters: int
 
 
-def adapt(model: nn.Module, options: LoraOptions, tell: Tell) -> Adapted:
+def adapt(
+    model: nn.Module, options: LoraOptions, tell: Tell, read: Callable[[str], torch.Tensor] | None = None
+) -> Adapted:
     """Freeze ``model`` and put a LoRA adapter on the modules that ``options.targets`` names.
 
     A target is the end of a module's dotted name (``q_proj``, ``mlp.up_proj``), a whole dotted name, ``re:`` and a
     regular expression for the whole name, or ``all-linear``: every linear layer but the head.
 
+    Args:
+        model: a causal language model; on ``meta`` for a forecast.
+        options: the run's.
+        tell: hears what was cast, tied, left out or given another rank.
+        read: gives a weight by its name as the model's files hold it; LoftQ needs it.
+
     Raises:
         ModelError: a target matches nothing, or matches something that cannot carry an adapter.
     """
+    anatomy = Anatomy.of(model)
     matches = {target: _matching(model, target) for target in options.targets}
-    _refuse_unmatched(model, matches)
-    config = LoraConfig(
+    whole = {target: _matching(model, target) for target in options.modules_to_save}
+    _refuse_unmatched(model, matches, "lora.targets")
+    _refuse_unmatched(model, whole, "lora.modules_to_save")
+    carrying = list(dict.fromkeys(name for names in matches.values() for name in names))
+    differing = ranks_by_module(carrying, options, anatomy, lambda target: _matching(model, target))
+    if differing:
+        tell(Notice("ranks:\n" + table(carrying, options, differing, anatomy)))
+    config = _configuration(model, options, matches, whole, differing, anatomy, tell)
+    try:
+        with quiet():  # PEFT asks transformers for an attribute by its old name, and loads what it finds
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"lora.targets = {', '.join(options.targets)} cannot all carry an adapter: {error}") from None
+    make_trainable(adapted)
+    _begin(adapted, options, read)
+    speed_up(adapted)
+    if "fa" in options.variants:
+        for name, parameter in adapted.named_parameters():
+            if ".lora_A." in name:
+                parameter.requires_grad_(False)
+    if num_cast := keep_masters(adapted):
+        half = name_of(next(p.dtype for p in model.parameters() if p.dtype in HALF))
+        tell(
+            Notice(
+                f"{num_cast:,} weights that are trained whole have float32 masters; {half} is too coarse to learn in."
+            )
+        )
+    _tell_what_is_left_out(model, options, tell)
+    trainable = [p for p in adapted.parameters() if p.requires_grad]
+    return Adapted(
+        model=adapted,
+        matched={target: len(names) for target, names in (matches | whole).items()},
+        num_trainable=sum(p.numel() for p in trainable),
+        num_parameters=sum(p.numel() for p in adapted.parameters()),
+    )
+
+
+def _configuration(
+    model: nn.Module,
+    options: LoraOptions,
+    matches: dict[str, list[str]],
+    whole: dict[str, list[str]],
+    differing: dict[str, tuple[int, float]],
+    anatomy: Anatomy,
+    tell: Tell,
+) -> LoraConfig:
+    to_save = [name for names in whole.values() for name in names]
+    ends = {id(bare(part)) for part in (anatomy.embedding, anatomy.head)}
+    is_tied = anatomy.tied and any(id(bare(model.get_submodule(name))) in ends for name in to_save)
+    if is_tied:
+        tell(Notice("embedding and head of this model are one weight; they are trained as one, and stay one."))
+    return LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         bias=options.bias,
+        use_rslora="rslora" in options.variants,
+        use_dora="dora" in options.variants,
         target_modules=_for_peft(model, matches),
+        rank_pattern={f"^{re.escape(name)}": rank for name, (rank, _) in differing.items()},
+        alpha_pattern={f"^{re.escape(name)}": alpha for name, (_, alpha) in differing.items()},
+        modules_to_save=to_save or None,
+        ensure_weight_tying=is_tied,
         task_type="CAUSAL_LM",
     )
-    try:
-        with warnings.catch_warnings():  # PEFT asks transformers for an attribute by its old name
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
-    except ValueError as error:
-        raise ModelError(f"lora.targets = {', '.join(options.targets)} cannot all carry an adapter: {error}") from None
-    trainable = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    _refuse_half(trainable, options)
-    _tell_what_is_left_out(model, options, tell)
-    return Adapted(
-        model=adapted,
-        matched={target: len(names) for target, names in matches.items()},
-        num_trainable=sum(p.numel() for p in trainable.values()),
-        num_parameters=sum(p.numel() for p in adapted.parameters()),
-    )
+
+
+def _begin(model: PeftModel, options: LoraOptions, read: Callable[[str], torch.Tensor] | None) -> None:
+    """Give A and B their first values; a model on ``meta`` has none."""
+    if options.init == "pissa":
+        start_as_main_directions(model)
+    elif options.init == "loftq":
+        start_as_quantisation_error(model, read)
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
@@ -86,12 +158,16 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     Raises:
         CheckpointError: the disk is full or cannot be written; nothing is left behind.
     """
-    num_bytes = sum(t.numel() * t.element_size() for t in get_peft_model_state_dict(model).values())
+    num_bytes = sum(
+        t.numel() * t.element_size() for t in get_peft_model_state_dict(model, save_embedding_layers=False).values()
+    )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as workshop:
             draft, old = Path(workshop) / "draft", Path(workshop) / "old"
             model.save_pretrained(str(draft), save_embedding_layers=False)
+            if widened(model):
+                _widen(model, draft)
             if folder.exists():
                 os.replace(folder, old)
             os.replace(draft, folder)
@@ -102,6 +178,18 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
         ) from None
 
 
+def _widen(model: PeftModel, folder: Path) -> None:
+    """Make what was saved an adapter for the base as it was before training began: of twice the rank."""
+    save_file(for_untouched_base(model, load_file(folder / WEIGHTS_FILE)), folder / WEIGHTS_FILE, {"format": "pt"})
+    path = folder / CONFIG_FILE
+    config = json.loads(path.read_text(encoding="utf-8"))
+    same_scale = math.sqrt(2) if config["use_rslora"] else 2
+    config["r"], config["lora_alpha"] = 2 * config["r"], same_scale * config["lora_alpha"]
+    config["rank_pattern"] = {name: 2 * rank for name, rank in config["rank_pattern"].items()}
+    config["alpha_pattern"] = {name: same_scale * alpha for name, alpha in config["alpha_pattern"].items()}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
 def load_adapter_state(model: PeftModel, folder: Path) -> None:
     """Put the saved weights of ``folder`` into the adapter of ``model``, bit for bit.
 
@@ -110,12 +198,14 @@ def load_adapter_state(model: PeftModel, folder: Path) -> None:
     """
     path = folder / WEIGHTS_FILE
     try:
-        saved = load_file(path)
+        saved = from_saved(model, load_file(path))
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: there is no {WEIGHTS_FILE} in it, so it is no adapter") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    present = {name: tuple(t.shape) for name, t in get_peft_model_state_dict(model).items()}
+    present = {
+        name: tuple(t.shape) for name, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    }
     given = {name: tuple(t.shape) for name, t in saved.items()}
     if wrong := sorted(name for name in present.keys() | given.keys() if present.get(name) != given.get(name)):
         raise CheckpointError(
@@ -153,13 +243,13 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _refuse_unmatched(model: nn.Module, matches: dict[str, list[str]]) -> None:
+def _refuse_unmatched(model: nn.Module, matches: dict[str, list[str]], option: str) -> None:
     names = [name for name, module in model.named_modules() if _is_linear(module)]
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     problems = []
     for target in (target for target, found in matches.items() if not found):
         near = did_you_mean(target.removeprefix(REGEX), _tails(names, target.count(".") + 1))
-        problems.append(f"lora.targets: {target!r} matches no module" + (near or f". Present are {', '.join(ends)}"))
+        problems.append(f"{option}: {target!r} matches no module" + (near or f". Present are {', '.join(ends)}"))
     if problems:
         raise ModelError("\n".join(problems))
 
@@ -179,16 +269,6 @@ def _for_peft(model: nn.Module, matches: dict[str, list[str]]) -> list[str]:
     ends = {name.rpartition(".")[2] for name in found}
     same_end = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
     return sorted(ends if same_end == found else found)
-
-
-def _refuse_half(trainable: dict[str, nn.Parameter], options: LoraOptions) -> None:
-    """A 16-bit weight cannot take an optimizer's small steps; only biases can be one, for adapters are float32."""
-    half = [name for name, p in trainable.items() if p.dtype != torch.float32]
-    if half:
-        raise ModelError(
-            f"lora.bias = {options.bias} would train {len(half)} biases in {trainable[half[0]].dtype} (first "
-            f"{half[0]}), which small steps cannot move. Set model.dtype: float32, or lora.bias: none."
-        )
 
 
 def _tell_what_is_left_out(model: nn.Module, options: LoraOptions, tell: Tell) -> None:

@@ -8,11 +8,13 @@ model in its own format.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -21,10 +23,18 @@ from transformers.utils import logging
 
 from narrowboat.errors import ModelError, OutOfMemory, did_you_mean
 from narrowboat.events import Notice, Tell
+from narrowboat.machine.extras import quiet
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import Precision, name_of
 from narrowboat.model import embedded
 from narrowboat.model.anatomy import Anatomy
+from narrowboat.model.quantize import (
+    Quantize,
+    describe_quantised,
+    pack,
+    quantization_config,
+    refuse_quantised_twice,
+)
 from narrowboat.options.schema import ModelOptions
 from narrowboat.units import format_bytes
 
@@ -48,19 +58,22 @@ def load_base(options: ModelOptions, precision: Precision, device: torch.device,
     """
     config = load_config(options.name, tell)
     tokenizer = load_tokenizer(options.name, tell)
-    empty = empty_base(config, precision.base.dtype, options.name)
+    empty = empty_base(config, precision.base.dtype, options.name, options.quantize)
     check_weights(options.name, tell)
-    place = {} if device.type == "cpu" else {"device_map": {"": device}}
+    place: dict[str, Any] = {} if device.type == "cpu" and options.quantize == "none" else {"device_map": {"": device}}
+    if quantization := quantization_config(options.quantize, precision.base.dtype):
+        place["quantization_config"] = quantization
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            _source(options.name, tell),
-            config=config,
-            dtype=precision.base.dtype,
-            attn_implementation=empty.config._attn_implementation,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with their names
-            **place,
-        )
+        with quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                _source(options.name, tell),
+                config=config,
+                dtype=precision.base.dtype,
+                attn_implementation=empty.config._attn_implementation,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with their names
+                **place,
+            )
     except torch.OutOfMemoryError:
         size = sum(p.numel() * p.element_size() for p in empty.parameters())
         free = device_memory(device).free_bytes
@@ -71,8 +84,49 @@ def load_base(options: ModelOptions, precision: Precision, device: torch.device,
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise ModelError(f"{options.name}: its weights cannot be loaded: {_first_line(error)}") from None
     _refuse_missing(options.name, found, tell)
+    if options.quantize != "none":
+        tell(Notice(f"{options.name}: {describe_quantised(model)}."))
     model.config.use_cache = False
     return model, tokenizer
+
+
+def weight_reader(name: str, tell: Tell) -> Callable[[str], torch.Tensor]:
+    """Gives one weight at a time as the files of the model ``name`` hold it.
+
+    Raises:
+        ModelError: its weights are not in safetensors files in a folder, or there is none of that name.
+    """
+    folder = model_folder(name, tell)
+    files = [folder / file for file in weight_files(folder)]
+    if any(file.suffix != ".safetensors" for file in files):
+        raise ModelError(f"{name}: its weights are not safetensors files in a folder, so none can be read by itself")
+    place: dict[str, Path] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            place |= dict.fromkeys(file.keys(), path)
+
+    def read(weight: str) -> torch.Tensor:
+        if weight not in place:
+            raise ModelError(f"{name}: its files hold no {weight}{did_you_mean(weight, place)}")
+        with safe_open(place[weight], framework="pt") as file:
+            return file.get_tensor(weight)
+
+    return read
+
+
+def model_folder(name: str, tell: Tell) -> Path:
+    """The folder with the files of the model ``name``; a hub's model is fetched into the hub's cache.
+
+    Raises:
+        ModelError: there is none.
+    """
+    source = _source(name, tell)
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, ignore_patterns=["*.gguf", "*.bin", "*.pt", "*.pth"]))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: its files cannot be fetched: {_first_line(error)}") from None
 
 
 def hush_transformers() -> None:
@@ -131,7 +185,7 @@ def check_weights(name: str, tell: Tell) -> None:
     folder = Path(_source(name, tell))
     if not folder.is_dir():
         return
-    files = _weight_files(folder)
+    files = weight_files(folder)
     if missing := [file for file in files if not (folder / file).exists()]:
         raise ModelError(f"{folder}: {len(missing)} of {len(files)} weight files are missing; first {missing[0]}")
     for path in (folder / file for file in files if file.endswith(".safetensors")):
@@ -142,7 +196,7 @@ def check_weights(name: str, tell: Tell) -> None:
             raise ModelError(f"{path}, {path.stat().st_size:,} bytes: cannot be read: {error}") from None
 
 
-def empty_base(config: Any, dtype: torch.dtype, name: str = "") -> Any:
+def empty_base(config: Any, dtype: torch.dtype, name: str = "", quantize: Quantize = "none") -> Any:
     """The model that ``load_base`` would load, with its tensors on ``meta``: 0.1 s for 8 billion weights.
 
     Raises:
@@ -150,6 +204,7 @@ def empty_base(config: Any, dtype: torch.dtype, name: str = "") -> Any:
         AnatomyError: its parts were not found.
     """
     name = name or config.model_type
+    refuse_quantised_twice(config, quantize, name)
     attention = "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
     try:
         with torch.device("meta"):
@@ -162,7 +217,7 @@ def empty_base(config: Any, dtype: torch.dtype, name: str = "") -> Any:
             f"{name}: its {len(looks_back_only)} attention modules look at later tokens: it is an encoder; Narrowboat "
             "trains models that predict the next token"
         )
-    Anatomy.of(model)
+    pack(model, quantize, Anatomy.of(model).head)
     model.config.use_cache = False
     return model
 
@@ -218,7 +273,7 @@ def _refuse_bad_config(path: Path) -> None:
         raise ModelError(f"{path}: model_type {kind!r} is not known to this transformers{near}")
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """Names of the files that transformers will read: the first kind that is there, in one file or in listed shards."""
     for file in WEIGHTS:
         index = folder / f"{file}.index.json"

@@ -20,6 +20,8 @@ from pydantic_core import from_json
 from narrowboat import events
 from narrowboat.errors import DataError
 
+EVENTS_FILE = "events.jsonl"
+
 
 @dataclass
 class Sitting:

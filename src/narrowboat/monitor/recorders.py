@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowboat.events import Event, Notice, Recorder
+from narrowboat.monitor.history import EVENTS_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-EVENTS_FILE = "events.jsonl"
 
 
 def open_recorders(folder: Path, console: Console | None = None, quiet: bool = False) -> Fanout:

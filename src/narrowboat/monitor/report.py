@@ -18,9 +18,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from narrowboat.events import Event, ModelReady, RunEnded
 from narrowboat.monitor.charts import Chart, Line, draw, thin
-from narrowboat.monitor.history import History, read_history
+from narrowboat.monitor.history import EVENTS_FILE, History, read_history
 from narrowboat.monitor.pace import SmoothedLoss
-from narrowboat.monitor.recorders import EVENTS_FILE
 from narrowboat.monitor.wording import how_much, is_histogram, quantity, spell
 from narrowboat.units import format_bytes, format_seconds
 

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 BUCKET_BYTES = 32 * 2**20
@@ -185,4 +186,5 @@ class DuringBackward(Buckets):
             self._squares = square if self._squares is None else self._squares + square
             with self.stepping():
                 bucket.step()
+            increment_version(parameter)
             parameter.grad = None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from narrowboat.errors import CheckpointError
 from narrowboat.optimizers import curvature
@@ -38,10 +39,11 @@ def step(optimizer: Optimizer, gradients: Callable[[], None]) -> None:
     number = optimizer.param_groups[0].get("step", 0)
     if type(optimizer).__name__ != "SophiaH" or number % curvature.EVERY:
         optimizer.step()
-        return
-    optimizer.step(hessian=curvature.estimate(parameters, gradients, seed=number))  # type: ignore[call-overload]
-    for state in optimizer.state.values():
-        del state["hessian"]  # what it was averaged into is kept
+    else:
+        optimizer.step(hessian=curvature.estimate(parameters, gradients, seed=number))  # type: ignore[call-overload]
+        for state in optimizer.state.values():
+            del state["hessian"]  # what it was averaged into is kept
+    increment_version(parameters)  # some libraries write past autograd, which others rely on
 
 
 @contextmanager
@@ -56,6 +58,7 @@ def averaged(optimizer: Optimizer | None) -> Iterator[None]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [p.detach().clone() for p in parameters]
     optimizer.eval()
+    increment_version(parameters)
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ def load(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Op
     mistakes = _unknown(values, places)
     for key, value in (flags or {}).items():
         if key not in dict(fields()):
-            mistakes.append(_unknown_key(f"--{key}", key, value))
+            mistakes.append(unknown_key(f"--{key}", key, value))
             continue
         group, name = key.split(".")
         values.setdefault(group, {})[name] = value
@@ -108,17 +108,18 @@ def _unknown(values: dict[str, Any], places: Mapping[str, str]) -> list[Mistake]
     mistakes = []
     known = dict(fields())
     for group in [g for g in values if g not in Options.model_fields]:
-        mistakes.append(_unknown_key(places[group], group, values.pop(group)))
+        mistakes.append(unknown_key(places[group], group, values.pop(group)))
     for group, content in values.items():
         if not isinstance(content, dict):
             continue
         for name in [n for n in content if f"{group}.{n}" not in known]:
             key = f"{group}.{name}"
-            mistakes.append(_unknown_key(places[key], key, content.pop(name)))
+            mistakes.append(unknown_key(places[key], key, content.pop(name)))
     return mistakes
 
 
-def _unknown_key(where: str, key: str, value: object) -> Mistake:
+def unknown_key(where: str, key: str, value: object) -> Mistake:
+    """The mistake of naming an option that there is not, with what was perhaps meant."""
     candidates = [name for name, _ in fields()]
     elsewhere = [name for name in candidates if name.split(".")[1] == key.split(".")[-1]]
     if elsewhere:  # the right option in the wrong group, or without one

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 
 
 def _split_commas(value: object) -> object:
@@ -16,12 +28,23 @@ def _split_commas(value: object) -> object:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+Variants = Annotated[tuple[Literal["rslora", "dora", "fa"], ...], BeforeValidator(_split_commas)]
+RankEntry = Annotated[str, StringConstraints(pattern=r"^.+=[1-9]\d*(/\d+(\.\d+)?)?$")]
+RankEntries = Annotated[tuple[RankEntry, ...], BeforeValidator(_split_commas)]
 
 
 class Group(BaseModel):
     """A named group of options: ``lora.rank`` is the field ``rank`` of the group ``lora``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+USUAL_RANK = 16
+Rank = Annotated[
+    Annotated[int, Field(ge=1, le=4096), Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if value == "auto" else "number"),
+]
+"""A number, or auto."""
 
 
 class ModelOptions(Group):
@@ -35,15 +58,35 @@ class ModelOptions(Group):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the frozen weights; auto takes what the device does well."
     )
+    quantize: Literal["none", "nf4", "int8", "int8_weight"] = Field(
+        "none",
+        description="What the base's linear layers are held in. nf4: 4 bits with scales in 8 (bitsandbytes); int8: "
+        "and products in 8 bits (bitsandbytes); int8_weight: and products in model.dtype (torchao).",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to train; auto takes a CUDA card if there is one."
     )
 
 
+class AttentionOptions(Group):
+    """What each token sees of its row; less than all of it is cheaper, and another result."""
+
+    scheme: Literal["full", "window", "shifted"] = Field(
+        "full",
+        description="full; window: the last attention.window tokens in every layer; shifted: half of the heads in "
+        "groups of so many tokens, the others half a group further on, while training (LongLoRA).",
+    )
+    window: int = Field(2048, ge=2, description="Tokens of the window or group.")
+
+
 class LoraOptions(Group):
     """The adapter."""
 
-    rank: int = Field(16, ge=1, le=4096, description="Rank of the two small matrices.")
+    rank: Rank = Field(
+        USUAL_RANK,
+        description="Rank of the two small matrices; auto: 8 to 16 by the share of tokens that dialogues.policy or "
+        "the carry leaves out, with alpha / rank as for 16.",
+    )
     alpha: float = Field(32.0, gt=0, description="Scale: what the adapter adds is multiplied by alpha / rank.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Share of the adapter's inputs zeroed while training.")
     targets: Names = Field(
@@ -53,6 +96,23 @@ class LoraOptions(Group):
         "all-linear for every linear layer but the head.",
     )
     bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained as well.")
+    variants: Variants = Field(
+        (),
+        description="rslora: scale by alpha / sqrt(rank); dora: direction and magnitude apart; fa: A stays as it "
+        "began, only B learns.",
+    )
+    init: Literal["default", "pissa", "loftq"] = Field(
+        "default",
+        description="How A and B begin. pissa: as the base's main directions; loftq: as what quantising took from it.",
+    )
+    rank_by_layer: RankEntries = Field(
+        (),
+        description="Other ranks for some modules, as where=rank or where=rank/alpha: 0-9=8 for layers by depth, "
+        "v_proj=32 as in targets. The scale stays that of lora.alpha and lora.rank unless alpha is given.",
+    )
+    modules_to_save: Names = Field(
+        (), description="Modules that are trained whole and saved with the adapter, as in targets: norm, lm_head."
+    )
 
 
 class DataOptions(Group):
@@ -80,6 +140,14 @@ class DataOptions(Group):
     cache: str = Field("", description="Folder for prepared data; in the user's cache folder if not given.")
     workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 for one a core.")
 
+    @field_validator("columns")
+    @classmethod
+    def _columns_are_pairs(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
+        wrong = [pair for pair in columns if not all(pair.partition("="))]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no pair; write it like text=body")
+        return columns
+
 
 class SegmentOptions(Group):
     """How long documents are cut."""
@@ -94,6 +162,14 @@ class SegmentOptions(Group):
         "otherwise tokens.",
     )
     overlap_sides: Literal["before", "both"] = Field("before", description="Which neighbours a segment shows.")
+
+    @model_validator(mode="after")
+    def _overlap_leaves_room(self) -> SegmentOptions:
+        if self.max_tokens is not None and self.overlap_of(self.max_tokens) >= self.max_tokens:
+            raise ValueError(
+                f"segments.overlap is {self.overlap:g}, which leaves no room in segments.max_tokens: {self.max_tokens}"
+            )
+        return self
 
     def overlap_of(self, max_tokens: int) -> int:
         """The overlap in tokens, for segments of ``max_tokens``."""
@@ -159,6 +235,85 @@ OptimizerName = Literal[
 ]  # fmt: skip
 
 
+def _carry_budget(value: object) -> str:
+    """Checks what ``CarryOptions.budget`` may be."""
+    text = str(value).strip()
+    if text.isdecimal() or (text.replace(".", "", 1).isdecimal() and 0 < float(text) < 1):
+        return text
+    TypeAdapter(ByteSize).validate_python(text)
+    return text
+
+
+def _carry_gradients(value: object) -> str:
+    """Checks what ``CarryOptions.gradients`` may be."""
+    text = str(value).strip()
+    if text not in ("cut", "exact") and not (text.isdecimal() and int(text) > 0):
+        raise ValueError("expected cut, exact, or a number of segments such as 4")
+    return text
+
+
+class CarryOptions(Group):
+    """Keys and values handed on from segment to segment of a document: bounded memory for any length, not exact."""
+
+    policy: Literal["none", "window", "sinks", "lru", "heavy", "snap", "turns"] = Field(
+        "none",
+        description="Which tokens the next segment sees. window: the newest; sinks: the first and the newest; "
+        "lru: blocks that were used last; heavy: those that got most attention, and the newest; snap: those that "
+        "the segment's last tokens look at; turns: whole exchanges of a dialogue; none: segments stand alone.",
+    )
+    budget: Annotated[str, BeforeValidator(_carry_budget)] = Field(
+        "2048",
+        description="How much is carried: tokens (2048), bytes (512MiB) or a share of the device's memory (0.1).",
+    )
+    gradients: Annotated[str, BeforeValidator(_carry_gradients)] = Field(
+        "cut",
+        description="How far back a segment's loss reaches. cut: not beyond its own tokens, one pass; exact: to all "
+        "segments of its document, whose layers run once more; a number: within so many segments, then cut.",
+    )
+    positions: Literal["kept", "rebased"] = Field(
+        "kept", description="Positions of a segment: the document's, or counted from the carried tokens on."
+    )
+    storage: Literal["full", "int8", "int4"] = Field("full", description="How carried keys and values are stored.")
+    retention_ratio: float = Field(
+        1.0, gt=0, le=1, description="Largest share of a document's tokens so far that is carried, within the budget."
+    )
+    head_share: float = Field(0.1, ge=0, le=1, description="Share of the budget that sinks gives to the first tokens.")
+    block_tokens: int = Field(64, ge=1, description="Tokens of a block: what lru drops at once, and a page of memory.")
+
+    @model_validator(mode="after")
+    def _holds_a_block(self) -> CarryOptions:
+        if self.budget.isdecimal() and int(self.budget) < self.block_tokens:
+            raise ValueError(
+                f"carry.budget of {int(self.budget):,} tokens holds not even one block; give at least "
+                f"carry.block_tokens = {self.block_tokens:,}, or lower that"
+            )
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is carried."""
+        return self.policy != "none"
+
+    @property
+    def gradient_segments(self) -> int | None:
+        """Within how many segments gradients flow; None is all of a document's."""
+        return None if self.gradients == "exact" else 1 if self.gradients == "cut" else int(self.gradients)
+
+    def budget_tokens(self, bytes_per_token: int, fixed_bytes: int, device_bytes: int) -> int:
+        """Tokens that each layer may carry.
+
+        Args:
+            bytes_per_token: of all layers that carry as much as the budget allows.
+            fixed_bytes: what layers with a window of their own carry.
+            device_bytes: the device's memory.
+        """
+        if self.budget.isdecimal():
+            return int(self.budget)
+        is_share = self.budget.replace(".", "", 1).isdecimal()
+        allowed = float(self.budget) * device_bytes if is_share else TypeAdapter(ByteSize).validate_python(self.budget)
+        return max(0, int(allowed - fixed_bytes) // max(1, bytes_per_token))
+
+
 class OptimizerOptions(Group):
     """How weights move."""
 
@@ -217,15 +372,25 @@ class TrainOptions(Group):
     evaluate_every: int = Field(0, ge=0, description="Steps between held-out evaluations; 0 evaluates first and last.")
 
 
+class EvaluateOptions(Group):
+    """What ``narrowboat eval`` measures beside the loss."""
+
+    answers: int = Field(16, ge=0, description="Held-out answers that are generated and compared; 0 for none.")
+    answer_tokens: int = Field(64, ge=1, description="Longest generated answer in tokens.")
+
+
 class Options(Group):
     """The whole configuration: defaults, then the file, then the flags."""
 
     model: ModelOptions = ModelOptions()
+    attention: AttentionOptions = AttentionOptions()
     lora: LoraOptions = LoraOptions()
     data: DataOptions = DataOptions()
     segments: SegmentOptions = SegmentOptions()
     dialogues: DialogueOptions = DialogueOptions()
     packing: PackingOptions = PackingOptions()
     memory: MemoryOptions = MemoryOptions()
+    carry: CarryOptions = CarryOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     train: TrainOptions = TrainOptions()
+    evaluate: EvaluateOptions = EvaluateOptions()

@@ -70,7 +70,7 @@ class Forecaster:
 
     def __init__(self, work: Workload) -> None:
         self.work = work
-        anatomy = Anatomy.of(empty_base(work.config, work.dtype))
+        anatomy = Anatomy.of(self._empty())
         self._layers, self.untileable = anatomy.layers, anatomy.untileable_layers
         self.num_layers = len(self._layers)
         self._rehearsals: dict[tuple[int, ...], Rehearsal] = {}
@@ -98,9 +98,12 @@ class Forecaster:
             self._traces[key] = self._rehearsals[sample.picked].run(sample.plan, num_rows, num_tokens)
         return self._traces[key]
 
+    def _empty(self) -> Any:
+        return empty_base(copy.deepcopy(self.work.config), self.work.dtype, quantize=self.work.options.model.quantize)
+
     def _rehearsal(self, picked: tuple[int, ...]) -> Rehearsal:
         options = self.work.options
-        model = empty_base(copy.deepcopy(self.work.config), self.work.dtype)
+        model = self._empty()
         cut_to(model, picked)
         adapted = adapt(model, options.lora, lambda event: None).model
         return Rehearsal(

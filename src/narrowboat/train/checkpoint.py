@@ -64,9 +64,16 @@ class Position:
 
 
 def save_checkpoint(
-    folder: Path, position: Position, model: Any, optimizer: torch.optim.Optimizer, keep: int
+    folder: Path,
+    position: Position,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    keep: int,
+    carry: dict[str, Any] | None = None,
 ) -> CheckpointSaved:
     """Write ``folder/step-NNNNNN`` and remove all but the ``keep`` newest.
+
+    ``carry`` is what a document carries in whose middle the step ended.
 
     Raises:
         CheckpointError: with bytes needed and free; earlier checkpoints stay whole.
@@ -76,7 +83,7 @@ def save_checkpoint(
     draft = folder / f".{final.name}.{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(draft, ignore_errors=True)
-    states = {"optimizer": optimizer.state_dict(), "random": _random_state()}
+    states = {"optimizer": optimizer.state_dict(), "random": _random_state(), "carry": carry}
     try:
         draft.mkdir()
         save_adapter(model, draft / ADAPTER)
@@ -112,8 +119,11 @@ def newest_checkpoint(folder: Path, tell: Tell) -> tuple[Path, Position] | None:
     return None
 
 
-def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Put the states of the checkpoint ``path`` into ``model``, ``optimizer`` and the random generators.
+
+    Returns:
+        What was saved as ``carry``.
 
     Raises:
         CheckpointError: names the file that is missing or does not fit.
@@ -129,6 +139,7 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     torch.set_rng_state(states["random"]["cpu"])
     if torch.cuda.is_available() and states["random"]["cuda"]:
         torch.cuda.set_rng_state_all(states["random"]["cuda"])
+    return states.get("carry")
 
 
 def _read(path: Path) -> Position:

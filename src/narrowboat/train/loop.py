@@ -12,6 +12,7 @@ from pathlib import Path
 
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.store import Rows
+from narrowboat.data.trains import TrainSchedule
 from narrowboat.engine.engine import Engine, Outcome
 from narrowboat.errors import Interrupted, ModelError
 from narrowboat.events import CheckpointSaved, Evaluated, StepDone, Tell
@@ -33,7 +34,7 @@ class Course:
 
     rows: Rows
     heldout: Rows
-    schedule: StepSchedule
+    schedule: StepSchedule | TrainSchedule
     num_steps: int
 
 
@@ -140,7 +141,8 @@ def _save(engine: Engine, position: Position, folder: Path, options: Options, te
     assert engine.optimizer is not None
     if engine.scale is not None:
         position = replace(position, scale={"value": engine.scale.value, "num_good": engine.scale.num_good})
-    saved = save_checkpoint(folder, position, engine.model, engine.optimizer, options.train.keep_checkpoints)
+    carry = None if engine.carrying is None else engine.carrying.state_dict()
+    saved = save_checkpoint(folder, position, engine.model, engine.optimizer, options.train.keep_checkpoints, carry)
     tell(saved)
     return saved
 

@@ -1,0 +1,103 @@
+"""The base model and the adapter on the same held-out rows: loss, perplexity by place, answers.
+
+Both see what the run's options say, carry included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from narrowboat.data.store import Rows
+from narrowboat.engine.engine import Engine
+from narrowboat.errors import DataError
+from narrowboat.evaluate.answers import Answer, Question, answer, exact_share, question_of
+from narrowboat.evaluate.perplexity import Perplexity, perplexity
+from narrowboat.options.schema import EvaluateOptions
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model on all held-out rows; ``answers`` are to the same questions for both models."""
+
+    perplexity: Perplexity
+    answers: tuple[Answer, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        found = self.perplexity
+        return {
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "num_tokens": found.num_tokens,
+            "by_place": [
+                {"from": g.start, "to": g.stop, "perplexity": g.perplexity, "num_tokens": g.num_tokens}
+                for g in found.by_place
+            ],
+            "exact_match": exact_share(self.answers) if self.answers else None,
+            "answers": [{"expected": a.expected, "said": a.said} for a in self.answers],
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The base model and the adapter."""
+
+    base: Measured
+    adapter: Measured
+
+    def lines(self) -> list[str]:
+        """For people."""
+        base, adapter = self.base.perplexity, self.adapter.perplexity
+        lines = [
+            f"held-out loss over {base.num_tokens:,} tokens: base {base.loss:.4f}, adapter {adapter.loss:.4f}",
+            f"perplexity: base {base.perplexity:.2f}, adapter {adapter.perplexity:.2f}",
+        ]
+        lines += [
+            f"  at tokens {one.start:,} to {one.stop:,}: base {one.perplexity:.2f}, adapter {two.perplexity:.2f}"
+            for one, two in zip(base.by_place, adapter.by_place, strict=True)
+        ]
+        if self.base.answers:
+            shares = (exact_share(self.base.answers), exact_share(self.adapter.answers))
+            lines.append(f"exact answers of {len(self.base.answers)}: base {shares[0]:.0%}, adapter {shares[1]:.0%}")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {"base": self.base.as_dict(), "adapter": self.adapter.as_dict()}
+
+
+def compare(engine: Engine, model: Any, rows: Rows, tokenizer: Any, options: EvaluateOptions) -> Comparison:
+    """Measure both.
+
+    Args:
+        engine: entered.
+        model: its PEFT model.
+        rows: held out.
+        tokenizer: the model's.
+        options: how many answers.
+
+    Raises:
+        DataError: nothing is held out.
+    """
+    if not len(rows):
+        raise DataError("Nothing is held out to evaluate on; name data.heldout, or set data.heldout_share above 0.")
+    questions = list(itertools.islice(_questions(rows), options.answers))
+    adapter = _measure(engine, rows, questions, tokenizer, options)
+    with model.disable_adapter():
+        base = _measure(engine, rows, questions, tokenizer, options)
+    return Comparison(base, adapter)
+
+
+def _measure(
+    engine: Engine, rows: Rows, questions: list[Question], tokenizer: Any, options: EvaluateOptions
+) -> Measured:
+    found = perplexity(engine.token_losses(rows[i]) for i in range(len(rows)))
+    answers = tuple(answer(engine, question, tokenizer, options.answer_tokens) for question in questions)
+    return Measured(found, answers)
+
+
+def _questions(rows: Rows) -> Iterable[Question]:
+    return filter(None, (question_of(rows[i]) for i in range(len(rows))))

@@ -1,0 +1,134 @@
+"""The carrier: a model's layers, the policy and the budget put together, from which every segment gets its handover.
+
+Price: carried keys and values are ``budget x bytes a token``, for Llama-3.1-8B in bf16 128 KiB a token of all layers;
+they do not grow with the document. What was dropped is not seen again: not exact.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from narrowboat.errors import AnatomyError, OptionError
+from narrowboat.events import Notice, Tell
+from narrowboat.memory.carry.handover import Carry, Gradients, Handover, LayerRules
+from narrowboat.memory.carry.policy import Policy, Sinks, Window
+from narrowboat.memory.carry.rotation import Rotation
+from narrowboat.memory.carry.scored import Heavy, Lru, Snap, Turns
+from narrowboat.memory.carry.storage import STORAGES, bytes_per_token
+from narrowboat.model.anatomy import Anatomy
+from narrowboat.options.schema import CarryOptions
+from narrowboat.units import format_bytes
+
+
+def policy_of(options: CarryOptions) -> Policy:
+    """The policy that ``carry.policy`` names."""
+    policies: dict[str, Policy] = {
+        "window": Window(),
+        "sinks": Sinks(options.head_share),
+        "lru": Lru(options.block_tokens),
+        "heavy": Heavy(),
+        "snap": Snap(),
+        "turns": Turns(),
+    }
+    return policies[options.policy]
+
+
+class Carrier:
+    """Starts documents and hands their segments on.
+
+    Args:
+        model: with or without an adapter.
+        options: the run's.
+        device_bytes: the device's memory, for a budget that is a share of it.
+        tell: hears what is carried.
+
+    Raises:
+        OptionError: the budget is below one block.
+        AnatomyError: a layer has no keys and values to carry, or its positions cannot be re-based.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, options: CarryOptions, device_bytes: int, tell: Tell = lambda event: None
+    ) -> None:
+        anatomy = Anatomy.of(model)
+        if anatomy.untileable_layers:
+            raise AnatomyError(
+                f"carry.policy: {options.policy} cannot serve {len(anatomy.untileable_layers)} layers, which keep no "
+                f"keys and values; the first is {anatomy.untileable_layers[0]}. Use carry.policy: none."
+            )
+        self.options = options
+        self.rotation = Rotation.of(anatomy) if options.positions == "rebased" else None
+        self.max_positions = anatomy.max_positions
+        storage, dtype = STORAGES[options.storage], next(model.parameters()).dtype
+        token_bytes = bytes_per_token(storage, anatomy.num_kv_heads, anatomy.head_dim, dtype)
+        windows = [layer.window for layer in anatomy.layers]
+        fixed_bytes = token_bytes * sum(window - 1 for window in windows if window)
+        num_free = sum(not window for window in windows)
+        self.num_tokens = options.budget_tokens(token_bytes * num_free, fixed_bytes, device_bytes)
+        least = format_bytes(fixed_bytes + options.block_tokens * token_bytes * num_free)
+        if self.num_tokens < options.block_tokens:
+            raise OptionError(
+                f"carry.budget: {options.budget} holds {self.num_tokens:,} tokens of {num_free} layers, which take "
+                f"{format_bytes(token_bytes * num_free)} a token; give at least one block (carry.block_tokens: "
+                f"{options.block_tokens:,}), {least}"
+            )
+        chosen = policy_of(options)
+        self.rules = tuple(
+            LayerRules(chosen, self.num_tokens, options.retention_ratio, storage, options.block_tokens)
+            if not window
+            else LayerRules(Window(), window - 1, 1.0, storage, options.block_tokens)
+            for window in windows
+        )
+        self.num_bytes = fixed_bytes + self.num_tokens * token_bytes * num_free
+        tell(Notice(self._describe(len(windows) - num_free)))
+
+    def start(self) -> Carry:
+        """Of a document of which nothing has been seen."""
+        return Carry((None,) * len(self.rules))
+
+    def handover(
+        self,
+        before: Carry,
+        num_tokens: int,
+        hands_on: bool,
+        later: tuple[Gradients | None, ...] | None = None,
+        handed: Carry | None = None,
+        wants_gradients: bool = False,
+        leaves_open: bool = False,
+    ) -> Handover:
+        """The next segment's part; the arguments are ``Handover``'s."""
+        return Handover(
+            self.rules, before, num_tokens, hands_on, self.rotation, later, handed, wants_gradients, leaves_open
+        )
+
+    def check_positions(self, document_tokens: int, segment_tokens: int) -> None:
+        """Refuse what the model has no positions for.
+
+        Args:
+            document_tokens: of the longest document.
+            segment_tokens: of the longest segment.
+
+        Raises:
+            OptionError: with what would do.
+        """
+        if self.max_positions is None:
+            return
+        if self.rotation is None and document_tokens > self.max_positions:
+            raise OptionError(
+                f"The longest document has {document_tokens:,} tokens, the model {self.max_positions:,} positions; set "
+                "carry.positions: rebased, so that positions count from what is carried."
+            )
+        if self.rotation is not None and self.num_tokens + segment_tokens > self.max_positions:
+            raise OptionError(
+                f"carry.budget {self.num_tokens:,} and segments of {segment_tokens:,} tokens are more than the model's "
+                f"{self.max_positions:,} positions; lower carry.budget or segments.max_tokens."
+            )
+
+    def _describe(self, num_windowed: int) -> str:
+        options = self.options
+        windowed = f"; {num_windowed} layers with a sliding window carry that window" if num_windowed else ""
+        stored = "" if options.storage == "full" else f" in {options.storage}"
+        return (
+            f"carry.policy {options.policy}: each segment sees up to {self.num_tokens:,} carried tokens, "
+            f"{format_bytes(self.num_bytes)} of keys and values{stored}; what is dropped is not seen again{windowed}"
+        )

@@ -1,0 +1,74 @@
+"""``narrowboat eval`` on finished runs, with and without a carry."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from narrowboat import api
+from narrowboat.engine.engine import TokenLosses
+from narrowboat.errors import OptionError
+from narrowboat.evaluate.answers import question_of, write_on
+from narrowboat.evaluate.perplexity import perplexity
+from narrowboat.options.schema import Options
+from narrowboat.plan import MemoryPlan
+from tests.memory.carry.trains import engine_of, train_of
+
+
+def test_perplexity_by_place_adds_up() -> None:
+    losses = np.arange(200, dtype=np.float32) / 100
+    found = perplexity([TokenLosses(losses, np.arange(200, dtype=np.int32))])
+    assert [(g.start, g.stop, g.num_tokens) for g in found.by_place] == [(0, 64, 64), (64, 128, 64), (128, 256, 72)]
+    assert found.loss == pytest.approx(losses.mean()) and found.perplexity == pytest.approx(math.exp(losses.mean()))
+    assert found.by_place[1].loss == pytest.approx(losses[64:128].mean())
+
+
+@pytest.mark.parametrize("carry", [{}, {"carry.policy": "sinks", "carry.budget": "64", "carry.block_tokens": 16}])
+def test_base_and_adapter_are_measured_on_the_same_rows(
+    run_options: Callable[..., Options], carry: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = run_options(**carry, **{"evaluate.answers": 2, "evaluate.answer_tokens": 5, "lora.rank": "auto"})
+    ended = api.train(options, quiet=True)
+    found = api.evaluate(Path(options.train.folder))
+    assert found.base.perplexity.loss == pytest.approx(ended.first_heldout_loss, rel=1e-4)
+    assert found.adapter.perplexity.loss == pytest.approx(ended.last_heldout_loss, rel=1e-4)
+    assert len(found.base.answers) == len(found.adapter.answers) == 2
+    assert found.base.answers[0].expected.startswith("It is")
+    assert json.loads(json.dumps(found.as_dict()))["adapter"]["exact_match"] == 0
+    assert "held-out loss over" in found.lines()[0]
+    config = json.loads((Path(options.train.folder) / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (8, 16)
+
+
+@pytest.mark.parametrize("positions", ["kept", "rebased"])
+def test_text_is_written_on_as_the_whole_document_would(positions: str) -> None:
+    """With nothing dropped, what is said is what transformers says to the whole document."""
+    train = train_of((9, 14, 8))
+    engine = engine_of(MemoryPlan(layers="keep"), positions=positions)
+    with engine:
+        mine = write_on(engine, train, 6, set())
+    ids = torch.from_numpy(train.input_ids.astype(np.int64))[None]
+    truth = engine.model.eval().generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert mine == truth[0, ids.shape[1] :].tolist()
+
+
+def test_the_last_answer_is_asked_for() -> None:
+    train = train_of((6, 6))
+    labels = np.full(12, -100, np.int32)
+    labels[3:5], labels[9:11] = train.input_ids[3:5], train.input_ids[9:11]
+    question = question_of(type(train)(train.input_ids, labels, (6, 6)))
+    assert question is not None
+    assert question.row.lengths == (6, 3) and question.answer.tolist() == train.input_ids[9:11].tolist()
+    assert question_of(train) is None, "plain text has no question"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="holds no finished run"):
+        api.evaluate(tmp_path)

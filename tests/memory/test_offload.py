@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowboat.errors import MachineError
+from narrowboat.events import Event
+from narrowboat.memory.offload import (
+    OnDevice,
+    OnDisk,
+    OnHost,
+    Store,
+    Strided,
+)
+from narrowboat.memory.rooms import HostMemory, map_scratch
+
+
+def no_layer(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError
+
+
+def quiet(_: Event) -> None:
+    pass
+
+
+@pytest.mark.parametrize("make", [OnDevice, lambda: OnHost(quiet), OnDisk], ids=["device", "host", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_put_comes_back(make: Callable[[], Store], dtype: torch.dtype) -> None:
+    store = make()
+    inputs = [torch.randn(2, 10, 4).to(dtype) for _ in range(3)]
+    held = [store.put(x, no_layer) for x in inputs]
+    for x, h in reversed(list(zip(inputs, held, strict=True))):
+        assert torch.equal(h.tile(3, 8), x[:, 3:8])
+        h.release()
+    store.close()
+
+
+def test_buffers_are_lent_again() -> None:
+    store = OnDisk()
+    first = store.put(torch.randn(1, 8, 4), no_layer)
+    where = first.tile(0, 8).data_ptr()
+    first.release()
+    second = store.put(torch.randn(1, 8, 4), no_layer)
+    assert second.tile(0, 8).data_ptr() == where
+    second.release()
+    assert store.put(torch.randn(1, 9, 4), no_layer).tile(0, 9).data_ptr() != where
+
+
+def test_scratch_has_no_name_and_goes_with_its_tensor(tmp_path: Path) -> None:
+    t = map_scratch(tmp_path, torch.Size((3, 5)), torch.float32)
+    t.fill_(7)
+    assert list(tmp_path.iterdir()) == []
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    del t
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("file systems may not be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_full_disk_is_told_with_bytes_needed_and_free(small_disk: Path) -> None:
+    store = OnDisk(small_disk)
+    held = [store.put(torch.randn(1, 100, 1000), no_layer) for _ in range(2)]
+    with pytest.raises(MachineError, match=r"needs 391 KiB more in .*; 24\d KiB are free\. Set TMPDIR"):
+        store.put(torch.randn(1, 100, 1000), no_layer)
+    assert list(small_disk.iterdir()) == []
+    assert held[1].tile(0, 1).abs().sum() > 0  # what is there stays whole
+    del held, store
+    gc.collect()
+
+
+def test_every_second_input_is_computed_again() -> None:
+    calls: list[int] = []
+
+    def layer(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            calls.append(number)
+            return x + number
+
+        return run
+
+    store, x = Strided(OnDevice(), 3), torch.zeros(1, 4, 2)
+    inputs, held = [], []
+    for number in range(5):
+        inputs.append(x)
+        held.append(store.put(x, layer(number)))
+        x = x + number
+    for i in reversed(range(5)):
+        assert torch.equal(held[i].tile(0, 4), inputs[i])
+        held[i].release()
+    assert calls == [3, 0, 1]
+
+
+def test_memory_that_cannot_be_pinned_is_told_once() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine can pin memory")
+    told: list[Event] = []
+    memory = HostMemory(told.append)
+    for _ in range(2):
+        assert not memory.empty((1000,), torch.float32, torch.device("cuda")).is_pinned()
+    assert len(told) == 1
+    assert "3.91 KiB could not be pinned" in str(told[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("make", [lambda: OnHost(quiet), OnDisk], ids=["host", "disk"])
+def test_to_the_host_and_back(make: Callable[[], Store]) -> None:
+    store = make()
+    inputs = [torch.randn(2, 1000, 400, device="cuda") for _ in range(4)]
+    copies = [x.clone() for x in inputs]
+    held = [store.put(x, no_layer) for x in inputs]
+    for x in inputs:
+        x.zero_()  # whoever reads late reads this
+    for x, h in reversed(list(zip(copies, held, strict=True))):
+        assert torch.equal(h.tile(300, 800), x[:, 300:800])
+        h.release()
+    store.close()
