@@ -10,12 +10,8 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-<<<<<<< HEAD
-from narrowboat.memory.layer_stream import LayerCall
-from narrowboat.memory.meter import LAYER_INPUTS, account
-=======
 from narrowboat.memory.layer_call import LayerCall
->>>>>>> memory
+from narrowboat.memory.meter import LAYER_INPUTS, account
 
 
 def recompute_layer(x: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, ...]:
