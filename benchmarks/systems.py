@@ -136,7 +136,7 @@ def _tokenizer() -> Any:
 
 def alst(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> float:
     """DeepSpeed's Arctic Long Sequence Training on one device: its tiled MLP and loss, with gradient checkpointing."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # type: ignore[import-not-found]
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import (
         TiledFusedLogitsLoss,
         TiledMLP,
     )
