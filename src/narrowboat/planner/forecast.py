@@ -158,6 +158,8 @@ class _Whole:
         self._rest = _sum([trace.rest, *(_times(trace.layers[i], count) for i, count in further.items())])
         forward, backward = [(FORWARD, i) for i in layers], [(BACKWARD, i) for i in reversed(layers)]
         order = [(START, 0), *forward, (LOSS, 0), *backward, (UPDATE, 0)]
+        if (UPDATE, 0) not in trace.parts:  # weights move during backward
+            order.pop()
         self._parts = [trace.parts[moment] for moment in order]
 
     def forecast(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Forecast:
