@@ -130,11 +130,11 @@ class Engine:
         driving.set_rate(self.optimizer, learning_rate)
         loss, num_micro_batches = self._gradients(rows, seed)
         scale = self._scale_value
-        is_done = isinstance(self.optimizer, DuringBackward)
         norm = self.optimizer.norm() if isinstance(self.optimizer, DuringBackward) else self._examine()
         is_finite = is_fake(norm) or bool(torch.isfinite(norm) & torch.isfinite(loss))
-        if is_finite and not is_done:
-            self._unscale(norm)
+        if is_finite:
+            if not isinstance(self.optimizer, DuringBackward):
+                self._unscale(norm)
             with cause(OPTIMIZER_STATES):
                 driving.step(self.optimizer, lambda: self._gradients_again(rows, seed))
         if self.scale is not None:
