@@ -136,7 +136,10 @@ def _tokenizer() -> Any:
 
 def alst(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> float:
     """DeepSpeed's Arctic Long Sequence Training on one device: its tiled MLP and loss, with gradient checkpointing."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import (
+        TiledFusedLogitsLoss,
+        TiledMLP,
+    )
 
     causal = model.get_base_model()
     for layer in causal.model.layers:

@@ -159,7 +159,7 @@ class _Job:
         states = settle_states(options.optimizer, device, self.tell)
         options = self.options = options.model_copy(update={"optimizer": states})
         course = self._course(data)
-        plan = self._choose_plan(config, precision, course, device)
+        plan = self._choose_plan(config, precision.base.dtype, course, device)
         position = (
             found[1]
             if found
@@ -228,24 +228,24 @@ class _Job:
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
 
-    def _choose_plan(self, config: object, precision: Precision, course: Course, device: torch.device) -> MemoryPlan:
-        options, dtype, wanted = self.options, precision.base.dtype, self.options.memory.plan
-        limits = limits_here(options.memory, device)
+    def _choose_plan(self, config: object, dtype: torch.dtype, course: Course, device: torch.device) -> MemoryPlan:
+        options, limits = self.options, limits_here(self.options.memory, device)
         trains = [rows for rows in (course.rows, course.heldout) if isinstance(rows, Trains) and len(rows)]
         if trains:
             longest = max(rows.longest_segment for rows in trains)
-            num_segments = max(rows.longest_document[1] for rows in trains)
+            longest_train = max(rows.longest_document[1] for rows in trains)
             total_bytes = device_memory(device).total_bytes
-            carried = CarriedWork(config, options, dtype, longest, num_segments, total_bytes)
-            plan, reading = choose_carried(carried, limits.device_bytes, wanted)
+            carried = CarriedWork(config, options, dtype, longest, longest_train, total_bytes)
+            plan, reading = choose_carried(carried, limits.device_bytes, options.memory.plan)
             by_cause = reading.by_cause
         else:
             lengths = [int(n) for rows in (course.rows, course.heldout) for n in rows.lengths]
             longest = max(lengths)
             work = Workload(config, options, dtype, device.type == "cuda")
-            search = Search(work, target_here(device, dtype), wanted)
-            found = search.group_rows(search.choose(longest, limits), lengths, options.train.batch_tokens, limits)
-            plan, by_cause = found.plan, found.by_cause
+            search = Search(work, target_here(device, dtype), options.memory.plan)
+            choice = search.choose(longest, limits)
+            choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
+            plan, by_cause = choice.plan, choice.by_cause
         (self.folder / PLAN_FILE).write_text(plan.model_dump_json(indent=1), encoding="utf-8")
         self.tell(
             PlanChosen(

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.attention import HandedOver, KeysValues, Tile, attend
+from narrowboat.memory.attention import attend
 from narrowboat.memory.layout import Layout
+from narrowboat.memory.tile import HandedOver, KeysValues, Tile
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 

@@ -15,9 +15,9 @@ from narrowboat.memory.offload import (
     OnDisk,
     OnHost,
     Store,
-    Strided,
 )
 from narrowboat.memory.rooms import HostMemory, map_scratch
+from narrowboat.memory.stride import Strided
 
 
 def no_layer(x: torch.Tensor) -> torch.Tensor:

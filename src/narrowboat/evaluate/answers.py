@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from narrowboat.data.examples import IGNORED, Row, Tokens
 from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
-from narrowboat.memory.layer_stream import cache_name
+from narrowboat.memory.layer_call import cache_name
 from narrowboat.model.anatomy import unwrap
 
 

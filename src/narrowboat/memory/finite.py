@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from narrowboat.memory.install import Installed
-from narrowboat.memory.layer_stream import LayerCall, run_tiles
+from narrowboat.memory.layer_call import LayerCall
+from narrowboat.memory.layer_stream import run_tiles
 
 
 @dataclass(frozen=True)

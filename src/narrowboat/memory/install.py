@@ -16,26 +16,25 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
-from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from narrowboat.errors import AnatomyError, ModelError
 from narrowboat.events import Tell
 from narrowboat.memory import attention
-from narrowboat.memory.carry.handover import Handover
+from narrowboat.memory.causal import CausalForward, Given
 from narrowboat.memory.dropout import PlacedDropout, Whereabouts
 from narrowboat.memory.forwards import forward_of
-from narrowboat.memory.layer_stream import LayerCall, stream_layer
+from narrowboat.memory.layer_call import LayerCall
+from narrowboat.memory.layer_stream import stream_layer
 from narrowboat.memory.layout import Layout
-from narrowboat.memory.linear_loss import Measures, linear_loss, shift
-from narrowboat.memory.offload import Store, Strided, store_at
+from narrowboat.memory.offload import Store, store_at
 from narrowboat.memory.recompute import recompute_layer
 from narrowboat.memory.router import Routers
 from narrowboat.memory.schemes import Scheme
-from narrowboat.memory.tail import Tail
+from narrowboat.memory.stride import Strided
 from narrowboat.memory.unread import Unread
 from narrowboat.memory.weight_stream import WeightStream
 from narrowboat.model.anatomy import Anatomy, text_config
@@ -60,27 +59,13 @@ def install(model: torch.nn.Module, plan: MemoryPlan, tell: Tell = lambda event:
 
 
 @dataclass
-class _Given:
-    """What the loss's caller says of the micro-batch beside the model's own arguments; without seeds some are drawn."""
-
-    lengths: Sequence[Sequence[int]] | None = None
-    seeds: Sequence[int] | None = None
-    carry: Handover | None = None
-
-    @property
-    def offset(self) -> int:
-        """Place of the first token in its document: dropout follows from it."""
-        return 0 if self.carry is None else self.carry.offset
-
-
-@dataclass
 class _MicroBatch:
     """What all layers need to know of the micro-batch that is on its way."""
 
     layout: Layout
     seeds: Sequence[int]
     store: Store
-    given: _Given
+    given: Given
     further_outputs: list[torch.Tensor] = field(default_factory=list)
     latest: torch.Tensor | None = None
 
@@ -105,7 +90,6 @@ class Installed:
         self.run_layer: Callable[[int, LayerCall, torch.Tensor], torch.Tensor] | None = None
         self._undo = ExitStack()
         self._whereabouts = Whereabouts()
-        self._given: _Given | None = None
         self._batch: _MicroBatch | None = None
         self._store: Store | None = None
 
@@ -129,6 +113,7 @@ class Installed:
         if plan.weights != self.plan.weights:
             self._weights.rest(plan.weights)
         self.plan = plan
+        self._forward.chunk_tokens = plan.chunk_tokens
 
     def _check(self, plan: MemoryPlan) -> None:
         if plan.num_kept_layers > len(self._layers):
@@ -146,10 +131,14 @@ class Installed:
 
     def _put_on(self, undo: ExitStack) -> None:
         attention.register()
-        own_forward = self._causal.forward
         undo.callback(self._forget)
-        self._tail = Tail(self.anatomy, own_forward)
-        undo.enter_context(forward_of(self._causal, partial(self._forward, own_forward)))
+        self._routers = Routers(self._causal)
+        undo.callback(self._routers.close)
+        self._weights = WeightStream(self.anatomy, self._tell)
+        undo.callback(self._weights.close)
+        self._forward = CausalForward(self.anatomy, self._routers, self._weights, self._whereabouts)
+        undo.callback(self._forward.close)
+        undo.enter_context(forward_of(self._causal, self._forward))
         backbone = self.anatomy.backbone
         undo.enter_context(forward_of(backbone, partial(self._run_backbone, backbone.forward)))
         known: dict[Hashable, frozenset[str]] = {}
@@ -161,87 +150,20 @@ class Installed:
         for i, dropout in enumerate(dropouts):
             undo.enter_context(forward_of(dropout, PlacedDropout(dropout, i, self._whereabouts)))
         self._has_dropout = any(dropout.p > 0 for dropout in dropouts)
-        self._routers = Routers(self._causal)
-        undo.callback(self._routers.close)
-        self._weights = WeightStream(self.anatomy, self._tell)
-        undo.callback(self._weights.close)
         self._weights.rest(self.plan.weights)
         self._store = store_at(self.plan.inputs, self._tell)
+        self._forward.chunk_tokens = self.plan.chunk_tokens
         setattr(self._causal, INSTALLED, self)
         undo.callback(delattr, self._causal, INSTALLED)
 
     def _forget(self) -> None:
         if self._store is not None:
             self._store.close()
-        self._batch = self._given = self._store = None
-
-    def _forward(
-        self,
-        own_forward: Callable[..., Any],
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        loss_weights: torch.Tensor | None = None,
-        lengths: Sequence[Sequence[int]] | None = None,
-        dropout_seeds: Sequence[int] | None = None,
-        fused_lm_head: bool = False,
-        carry: Handover | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """The causal language model's forward: with labels, only the loss.
-
-        Beside transformers' arguments it takes ``loss_weights`` ``[batch, tokens]``, aligned with the targets;
-        ``lengths``, the documents of each row; ``dropout_seeds``, a number for each row; TRL's ``fused_lm_head``,
-        which wants each token's log-probability; and ``carry``, where the one row is a segment that sees what earlier
-        segments of its document left.
-        """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-        }
-        if (labels is None and shift_labels is None) or self._store is None:
-            wanted = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            with self._visit_head_for_logits():
-                return own_forward(**inputs, **{k: v for k, v in wanted.items() if v is not None}, **kwargs)
-        targets = shift(cast(torch.Tensor, labels)) if shift_labels is None else shift_labels
-        self._given = given = _Given(lengths, dropout_seeds, carry)
-        try:
-            with self._tail.left_to_the_loss():
-                out = self.anatomy.backbone(**inputs, **_for_backbone(kwargs))
-        finally:
-            self._given = None
-        at = partial(self._at_chunk, given.seeds or (), given.offset, targets.shape[1])
-        measures = Measures.like(targets) if fused_lm_head else None
-        with self._weights.visit_head():
-            losses = linear_loss(
-                out.last_hidden_state, targets, self._tail, self.plan.chunk_tokens, loss_weights, at, measures
-            )
-        self._whereabouts.leave()
-        auxiliary = self._routers.auxiliary_loss(out.get("router_logits"), attention_mask)
-        learnt = targets >= 0
-        if measures is not None:
-            kept = slice(None) if shift_labels is not None else slice(-1)
-            return _FusedOutput(
-                log_probs=-losses[:, kept],
-                entropy=measures.entropy[:, kept],
-                is_top1=measures.correct[:, kept],
-                label_mask=learnt[:, kept],
-                aux_loss=auxiliary,
-            )
-        loss = losses.sum() / _denominator(learnt, num_items_in_batch, loss_weights)
-        if auxiliary is not None:
-            loss = loss + self._routers.coefficient * auxiliary
-        return CausalLMOutputWithPast(loss=loss)
+        self._batch = self._store = None
 
     def _run_backbone(self, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The backbone's forward: here a micro-batch begins."""
-        given = self._given
+        given = self._forward.given
         training = torch.is_grad_enabled() and self._causal.training and kwargs.get("past_key_values") is None
         if self._store is None or self._batch is not None or not (training or given):
             return own_forward(*args, **kwargs)
@@ -250,7 +172,7 @@ class Installed:
         by_default = getattr(self._config, "output_router_logits", False)
         wants_routers = arguments.pop("output_router_logits", None)
         self._routers.record(by_default if wants_routers is None else wants_routers)
-        self._batch = batch = self._micro_batch(arguments, given or _Given())
+        self._batch = batch = self._micro_batch(arguments, given or Given())
         try:
             with self._our_attention():
                 out = own_forward(**arguments | {"use_cache": False, "output_router_logits": False})
@@ -261,7 +183,7 @@ class Installed:
             out["router_logits"] = tuple(batch.further_outputs)
         return out
 
-    def _micro_batch(self, arguments: dict[str, Any], given: _Given) -> _MicroBatch:
+    def _micro_batch(self, arguments: dict[str, Any], given: Given) -> _MicroBatch:
         tokens = arguments.get("input_ids")
         tokens = arguments["inputs_embeds"] if tokens is None else tokens
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
@@ -347,44 +269,15 @@ class Installed:
         finally:
             config._attn_implementation = before
 
-    @contextmanager
-    def _visit_head_for_logits(self) -> Iterator[None]:
-        if self._weights.copies and torch.is_grad_enabled() and self._causal.training:
-            raise ModelError(
-                f"Gradients of logits need the head for longer than its visit, and the plan's weights rest on "
-                f"{self.plan.weights}; give the model labels, or choose a plan with weights on the device."
-            )
-        with self._weights.visit_head():
-            yield
-
     def _at(self, seeds: Sequence[int], offset: int, start: int, stop: int) -> None:
         self._whereabouts.seeds = seeds
         self._whereabouts.move(offset + start, offset + stop)
-
-    def _at_chunk(
-        self, seeds: Sequence[int], offset: int, num_tokens: int, row: int, where: torch.Tensor | slice
-    ) -> None:
-        self._whereabouts.seeds = seeds
-        if isinstance(where, slice):  # else the head is frozen and drops nothing
-            first = row * num_tokens - offset
-            self._whereabouts.move(where.start - first, where.stop - first, slice(row, row + 1))
 
     def _draw_seeds(self, tokens: torch.Tensor) -> list[int]:
         """From PyTorch's own generator, so that ``torch.manual_seed`` decides; none are drawn without dropout."""
         if not (self._has_dropout and self._causal.training) or is_fake(tokens):
             return [0] * tokens.shape[0]
         return torch.randint(0, 2**62, (tokens.shape[0],)).tolist()
-
-
-@dataclass
-class _FusedOutput(ModelOutput):
-    """What TRL's trainers expect of ``fused_lm_head``: a number for each predicted token, 0 where nothing is learnt."""
-
-    log_probs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    is_top1: torch.Tensor | None = None
-    label_mask: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
 
 
 @contextmanager
@@ -398,20 +291,3 @@ def _without_checkpointing(module: Any) -> Iterator[None]:
         yield
     finally:
         module.gradient_checkpointing = True
-
-
-def _for_backbone(kwargs: dict[str, Any]) -> dict[str, Any]:
-    left_out = ("use_cache", "cache", "past_key_values", "logits_to_keep", "return_dict")
-    return {name: value for name, value in kwargs.items() if name not in left_out and value is not None}
-
-
-def _denominator(
-    learnt: torch.Tensor, num_items: torch.Tensor | int | None, weights: torch.Tensor | None
-) -> torch.Tensor | int:
-    """By what the summed loss is divided; a batch in which nothing is learnt has a loss of 0."""
-    if num_items is not None:
-        return num_items.to(learnt.device) if isinstance(num_items, torch.Tensor) else num_items
-    if weights is None:
-        return learnt.sum().clamp(min=1)
-    total = (weights * learnt).sum()
-    return torch.where(total == 0, torch.ones_like(total), total)

@@ -1,12 +1,10 @@
-"""Where what the forward pass leaves waits for backward: on the device, in host memory, in a scratch file, or nowhere.
+"""Where what the forward pass leaves waits for backward: on the device, in host memory or in scratch files.
 
 tokens x hidden elements a layer are what streaming still keeps (for Llama-3.1-8B in bf16 at 131,072 tokens: 32 GiB).
 
 - ``OnDevice``: no bytes saved, no time;
 - ``OnHost``: pinned memory; copies run beside the computation on a stream of their own, there and back;
-- ``OnDisk``: memory-mapped scratch files; on a CPU they are read where they lie;
-- ``Strided``: only every n-th layer's input, the others are computed again: one more forward of n - 1 layers,
-  1/n of the bytes and n more while their turn lasts.
+- ``OnDisk``: memory-mapped scratch files; on a CPU they are read where they lie.
 
 Exact, all of them.
 """
@@ -171,11 +169,7 @@ class OnDisk:
 
     def room(self, like: torch.Tensor, num_tokens: int) -> Room:
         """See ``Store``."""
-        shape = _shape(like, num_tokens)
-        if is_fake(like):
-            with cause(LAYER_INPUTS, "disk"):
-                return _Lent(like.new_empty(shape), like.device, self._pool)
-        return _Lent(self._pool.take(shape, like.dtype), like.device, self._pool)
+        return _Lent(self._pool.take(_shape(like, num_tokens), like.dtype), like.device, self._pool)
 
     def close(self) -> None:
         """See ``Store``."""
@@ -183,7 +177,8 @@ class OnDisk:
 
     def _map(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         with cause(LAYER_INPUTS, "disk"):
-            return map_scratch(self._folder, shape, dtype)
+            in_a_forecast = is_fake(torch.empty(0))
+            return torch.empty(shape, dtype=dtype) if in_a_forecast else map_scratch(self._folder, shape, dtype)
 
 
 class _Lent:
@@ -250,61 +245,3 @@ class _Travelling(_Lent):
         with torch.cuda.stream(self._stream):  # after all writes, which went this way before
             tile = self._buffer[:, start:stop].to(self._device, non_blocking=True)
             return start, tile, self._stream.record_event()
-
-
-class Strided:
-    """Holds every ``stride``-th layer's input in ``store``; made anew for every forward, which goes layer by layer."""
-
-    def __init__(self, store: Store, stride: int) -> None:
-        self._store, self._stride = store, stride
-        self._group: _Group | None = None
-
-    def put(self, x: torch.Tensor, layer: Layer) -> Held:
-        """See ``Store``."""
-        if self._group is None or len(self._group.layers) == self._stride:
-            self._group = _Group(self._store, self._store.put(x, layer), x.shape[1])
-        self._group.layers.append(layer)
-        return _Again(self._group, len(self._group.layers) - 1)
-
-    def hold(self, x: torch.Tensor) -> Held:
-        """See ``Store``."""
-        return self._store.hold(x)
-
-    def room(self, like: torch.Tensor, num_tokens: int) -> Room:
-        """See ``Store``."""
-        return self._store.room(like, num_tokens)
-
-    def close(self) -> None:
-        """See ``Store``."""
-        self._store.close()
-
-
-class _Group:
-    """Neighbouring layers of which the first one's input is held."""
-
-    def __init__(self, store: Store, first: Held, num_tokens: int) -> None:
-        self.layers: list[Layer] = []
-        self.held = [first]
-        self._store, self._num_tokens = store, num_tokens
-
-    def fill(self) -> None:
-        """Compute the inputs of all layers but the first, once."""
-        while len(self.held) < len(self.layers):
-            last = len(self.held) - 1
-            x = self.layers[last](self.held[last].tile(0, self._num_tokens))
-            self.held.append(self._store.put(x, self.layers[last + 1]))
-
-
-class _Again:
-    def __init__(self, group: _Group, index: int) -> None:
-        self._group, self._index = group, index
-
-    def tile(self, start: int, stop: int) -> torch.Tensor:
-        self._group.fill()
-        return self._group.held[self._index].tile(start, stop)
-
-    def let_go(self) -> bool:
-        return self._index > 0 or self._group.held[0].let_go()
-
-    def release(self) -> None:
-        self._group.held[self._index].release()

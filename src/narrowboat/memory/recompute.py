@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from narrowboat.memory.layer_stream import LayerCall
+from narrowboat.memory.layer_call import LayerCall
 from narrowboat.memory.meter import LAYER_INPUTS, account
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from narrowboat.memory.meter import BASE_WEIGHTS
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.base import empty_base
@@ -52,7 +53,8 @@ class Workload:
 class Forecast:
     """What a step over ``num_rows`` rows of ``num_tokens`` tokens takes under ``plan``.
 
-    ``by_cause`` holds the device's bytes at its peak; host and disk have peaks of their own.
+    ``by_cause`` holds the device's bytes at its peak; host and disk have peaks of their own. ``weights_away_bytes`` is
+    what of those are weights.
     """
 
     plan: MemoryPlan
@@ -63,6 +65,7 @@ class Forecast:
     disk_bytes: int
     by_cause: dict[str, int]
     work: Work
+    weights_away_bytes: int = 0
     seconds: float | None = None
 
 
@@ -71,7 +74,7 @@ class Forecaster:
 
     def __init__(self, work: Workload) -> None:
         self.work = work
-        self._base = empty_base(work.config, work.dtype, quantize=work.options.model.quantize)
+        self._base = self._empty()
         self._adapters = adapters_by_layer(self._base, work.options.lora)
         anatomy = Anatomy.of(self._base)
         self._layers, self.untileable = anatomy.layers, anatomy.untileable_layers
@@ -81,6 +84,11 @@ class Forecaster:
 
     def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1) -> Forecast:
         """The peak of a step in the middle of a run, optimizer states and gradients there."""
+        if self.work.on_card and plan.weights == "disk":  # they come by copies, as from host memory
+            from_host = self.forecast(plan.model_copy(update={"weights": "host"}), num_tokens, num_rows)
+            resting = from_host.weights_away_bytes
+            host, disk = from_host.host_bytes - resting, from_host.disk_bytes + resting
+            return replace(from_host, plan=plan, host_bytes=host, disk_bytes=disk)
         sample = sample_layers(self._layers, plan, self._adapters)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
         windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]
@@ -101,10 +109,12 @@ class Forecaster:
             self._traces[key] = self._rehearsals[sample.picked].run(sample.plan, num_rows, num_tokens)
         return self._traces[key]
 
+    def _empty(self) -> Any:
+        return empty_base(copy.deepcopy(self.work.config), self.work.dtype, quantize=self.work.options.model.quantize)
+
     def _rehearsal(self, picked: tuple[int, ...]) -> Rehearsal:
         options = self.work.options
-        config = copy.deepcopy(self.work.config)
-        model = empty_base(config, self.work.dtype, quantize=options.model.quantize)
+        model = self._empty()
         cut_to(model, picked)
         lora = for_some_layers(self._base, options.lora, picked)
         adapted = adapt(model, lora, lambda event: None).model
@@ -167,6 +177,9 @@ class _Whole:
             disk_bytes=_total(disk, "disk"),
             by_cause=dict(sorted(by_cause.items(), key=lambda item: -item[1])),
             work=sum((part.work for part in self._parts), Work()),
+            weights_away_bytes=sum(
+                size for (name, place), size in self._rest.items() if name == BASE_WEIGHTS and place != "device"
+            ),
         )
 
     def _peak(self, place: Place) -> Bytes:

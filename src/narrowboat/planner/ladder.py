@@ -15,11 +15,12 @@ Wanted = Literal["auto", "keep", "recompute", "stream"]
 
 RUNGS: tuple[dict[str, Any], ...] = (
     {"layers": "keep", "chunk_tokens": 512},
-    {"layers": "recompute"},
     {"layers": "stream", "tile_tokens": 1024, "keep_keys_values": True},
-    {"keep_keys_values": False},
+    {"layers": "recompute", "keep_keys_values": False},
+    {"layers": "stream"},
     {"tile_tokens": 512, "chunk_tokens": 256},
-    {"inputs": "away"},
+    {"inputs": "away", "keep_keys_values": True},
+    {"keep_keys_values": False},
     {"weights": "away"},
     {"tile_tokens": 256, "chunk_tokens": 128},
     {"inputs": "disk"},

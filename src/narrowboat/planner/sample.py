@@ -51,14 +51,20 @@ def sample_layers(layers: Sequence[DecoderLayer], plan: MemoryPlan, adapters: Se
             chosen.append(group)
             if 0 < i < len(groups) - 1:
                 known.add(sign)
-    picked = tuple(layer for group in chosen for layer in group)
-    kept_in_sample = sum(layer >= len(layers) - num_kept for layer in picked) if num_kept else 0
+    members = [layer for group in chosen for layer in group]
+    kept_in_sample = sum(layer >= len(layers) - num_kept for layer in members) if num_kept else 0
     return Sample(
-        picked,
+        _first_of_their_kinds([kinds[layer] for layer in members], kinds),
         plan.model_copy(update={"num_kept_layers": kept_in_sample}),
         _labels(groups, kinds, num_kept),
         _labels(groups, kinds, num_kept, chosen),
     )
+
+
+def _first_of_their_kinds(wanted: Sequence[int], kinds: Sequence[int]) -> tuple[int, ...]:
+    """Layers of the kinds ``wanted``, whichever come first, so that other plans may share their rehearsal."""
+    waiting = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in set(wanted)}
+    return tuple(waiting[kind].pop(0) for kind in wanted)
 
 
 def _groups(num_layers: int, num_kept: int, stride: int) -> list[tuple[int, ...]]:

@@ -17,6 +17,9 @@ from narrowboat.planner.ladder import Wanted, ladder
 from narrowboat.planner.target import Limits, Target
 from narrowboat.units import format_bytes
 
+LOOK_AHEAD = 1
+"""Rungs below the first one that fits that may be faster all the same: neighbours are close."""
+
 LENGTH_STEP = 1024
 """Longest rows are found to this many tokens."""
 
@@ -49,10 +52,12 @@ class Search:
         Raises:
             BudgetError: with the thriftiest plan, its largest parts and the limits.
         """
-        for plan in self.rungs:
+        for i, plan in enumerate(self.rungs):
             found = self.forecast(plan, num_tokens)
             if limits.allow(found):
-                return self._keep_layers(found, limits)
+                near = (self.forecast(other, num_tokens) for other in self.rungs[i + 1 : i + 1 + LOOK_AHEAD])
+                fitting = [found, *(other for other in near if limits.allow(other))]
+                return min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.seconds or 0)
         raise BudgetError(self._refusal(found, limits))
 
     def longest(self, limits: Limits) -> Forecast:

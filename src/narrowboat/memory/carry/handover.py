@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from narrowboat.memory.attention import Tile
 from narrowboat.memory.carry.kept import Kept, make_pages
 from narrowboat.memory.carry.observation import Observation
 from narrowboat.memory.carry.policy import ALL_QUERIES, Candidates, Choice, Policy
@@ -22,6 +21,7 @@ from narrowboat.memory.carry.rotation import Rotation
 from narrowboat.memory.carry.storage import Storage
 from narrowboat.memory.kernels import Scores
 from narrowboat.memory.meter import CARRY, cause
+from narrowboat.memory.tile import Tile
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
 """Of a layer's carried keys and values, ``[1, kv heads, tokens, size]`` each."""

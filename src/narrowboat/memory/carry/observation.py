@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from narrowboat.memory.attention import Tile
 from narrowboat.memory.kernels import BLOCK_BYTES, Scores
+from narrowboat.memory.tile import Tile
 
 
 class Observation:

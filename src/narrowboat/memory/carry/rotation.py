@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from transformers import DynamicCache
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.layer_stream import cache_name
+from narrowboat.memory.layer_call import cache_name
 from narrowboat.model.anatomy import Anatomy
 
 
