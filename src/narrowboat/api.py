@@ -45,7 +45,7 @@ from narrowboat.model.base import (
 from narrowboat.model.export import base_of, copy_adapter, merge
 from narrowboat.model.rank import choose_rank
 from narrowboat.monitor.recorders import open_recorders
-from narrowboat.optimizers.build import build_optimizer
+from narrowboat.optimizers.build import build_optimizer, settle_states
 from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
@@ -157,6 +157,8 @@ class _Job:
         data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, self.tell)
         self.tell(DataReady(data.account.as_dict()))
         options = self.options = with_rank(options, data, config, device, self.tell)
+        states = settle_states(options.optimizer, device, self.tell)
+        options = self.options = options.model_copy(update={"optimizer": states})
         course = self._course(data)
         governor = self._plan(config, precision.base.dtype, course, device)
         if found and found[1].plan:

@@ -148,12 +148,12 @@ class Engine:
             self._undo = Undo(self._trainable, self.optimizer)
         loss, num_micro_batches = self._gradients(rows, seed, after_micro_batch)
         scale = self._scale_value
-        is_done = isinstance(self.optimizer, DuringBackward)
         norm = self.optimizer.norm() if isinstance(self.optimizer, DuringBackward) else self._examine()
         is_finite = is_fake(norm) or bool(torch.isfinite(norm) & torch.isfinite(loss))
-        if is_finite and not is_done:
-            self._unscale(norm)
-            self._undo = Undo(self._trainable, self.optimizer)
+        if is_finite:
+            if not isinstance(self.optimizer, DuringBackward):
+                self._unscale(norm)
+                self._undo = Undo(self._trainable, self.optimizer)
             with cause(OPTIMIZER_STATES):
                 driving.step(self.optimizer, lambda: self._gradients_again(rows, seed))
         if self.scale is not None:
