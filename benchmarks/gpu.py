@@ -1,4 +1,4 @@
-"""The longest sequence that fits a card: Llama-3.1-8B's shape, random NF4 weights, LoRA of rank 32 on all linear layers.
+"""The longest sequence that fits a card: Llama-3.1-8B's shape, random NF4 weights, LoRA rank 32, all linear layers.
 
     python -m benchmarks.gpu --caps 8 12 16 24 80 --json > benchmarks/results/gpu.json
 

@@ -16,7 +16,6 @@ from narrowboat.plan import MemoryPlan
 from narrowboat.train.checkpoint import newest_checkpoint
 from tests.train.runs import RUNGS, Run
 
-
 ONE = (MemoryPlan(layers="keep"),)  # a row by itself: nothing to step down to
 
 
