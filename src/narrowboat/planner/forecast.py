@@ -175,6 +175,9 @@ class _Whole:
         forward, backward = [(FORWARD, i) for i in layers], [(BACKWARD, i) for i in reversed(layers)]
         order = [(START, 0), *forward, (LOSS, 0), *backward, (UPDATE, 0)]
         self._parts = [trace.parts[moment] for moment in order if moment in trace.parts]
+        self._busy = [
+            trace.parts[moment] for moment in order[1:-1] if moment in trace.parts
+        ]  # the rest is milliseconds
 
     def forecast(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Forecast:
         """Each place's peak; the causes are the device's."""
@@ -188,7 +191,7 @@ class _Whole:
             host_bytes=_total(host, "host"),
             disk_bytes=_total(disk, "disk"),
             by_cause=dict(sorted(by_cause.items(), key=lambda item: -item[1])),
-            work=sum((part.work for part in self._parts), Work()),
+            work=sum((part.work for part in self._busy), Work()),
             weights_away_bytes=sum(
                 size for (name, place), size in self._rest.items() if name == BASE_WEIGHTS and place != "device"
             ),
