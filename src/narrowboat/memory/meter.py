@@ -110,6 +110,11 @@ class Meter(TorchDispatchMode):
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._slots: dict[int, tuple[str, Place]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside a meter; PyTorch's guard against it takes longer than the counting."""
+        return False
+
     def watch(self, tensor: torch.Tensor, name: str | None = None, place: Place | None = None) -> None:
         """Count ``tensor``'s storage, once, under ``name`` (default: the current cause) until it is freed."""
         if tensor.device.type == "meta":

@@ -81,6 +81,7 @@ class Forecaster:
         self.num_layers = len(self._layers)
         self._rehearsals: dict[tuple[int, ...], Rehearsal] = {}
         self._traces: dict[Any, Trace] = {}
+        self._first_lengths: dict[Any, int] = {}
 
     def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, in_full: bool = False) -> Forecast:
         """The peak of a step in the middle of a run, optimizer states and gradients there.
@@ -102,6 +103,8 @@ class Forecaster:
                 plan, num_rows, num_tokens
             )
         sample = sample_layers(self._layers, plan, self._adapters)
+        if self._is_first(sample, num_rows, num_tokens):
+            return _Whole(self._trace(sample, num_rows, num_tokens), sample).forecast(plan, num_rows, num_tokens)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
         windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]
         steady = max([2 * plan.chunk_tokens, *windows])  # beyond it every further unit adds the same
@@ -112,6 +115,10 @@ class Forecaster:
         else:
             trace = carry_on([self._trace(sample, num_rows, t) for t in lengths], (num_tokens - first) // unit)
         return _Whole(trace, sample).forecast(plan, num_rows, num_tokens)
+
+    def _is_first(self, sample: Sample, num_rows: int, num_tokens: int) -> bool:
+        """Whether only one length was asked for so far: it is rehearsed as it is; others are carried on."""
+        return self._first_lengths.setdefault((sample.picked, sample.plan, num_rows), num_tokens) == num_tokens
 
     def _trace(self, sample: Sample, num_rows: int, num_tokens: int) -> Trace:
         key = (sample.picked, sample.plan, num_rows, num_tokens)
