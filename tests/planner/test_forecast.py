@@ -43,8 +43,7 @@ def test_carrying_on_is_the_whole_simulation(
     family: str, plan: dict[str, Any], num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forecasts = forecaster(family)
-    forecasts.forecast(MemoryPlan(**plan), 1)  # only further lengths are carried on
-    carried = forecasts.forecast(MemoryPlan(**plan), num_tokens)
+    carried = forecasts.forecast(MemoryPlan(**plan), num_tokens, many=True)
     monkeypatch.setattr(layer_stream, "is_fake", lambda tensor: False)  # no tile stands for others
     whole = forecasts.forecast(MemoryPlan(**plan), num_tokens, in_full=True)
     assert replace(carried, work=whole.work) == whole
@@ -57,8 +56,7 @@ def test_on_a_card_it_is_too() -> None:
     """Where the kernels' own bytes, which grow with the keys, are counted as well."""
     forecasts = forecaster("llama", on_card=True, num_attention_heads=8, head_dim=16)
     plan = MemoryPlan(**TILE, inputs="host")
-    forecasts.forecast(plan, 1)
-    carried, whole = (forecasts.forecast(plan, 160, in_full=full) for full in (False, True))
+    carried, whole = (forecasts.forecast(plan, 160, many=not full, in_full=full) for full in (False, True))
     assert (carried.device_bytes, carried.host_bytes) == (whole.device_bytes, whole.host_bytes)
 
 

@@ -81,19 +81,21 @@ class Forecaster:
         self.num_layers = len(self._layers)
         self._rehearsals: dict[tuple[int, ...], Rehearsal] = {}
         self._traces: dict[Any, Trace] = {}
-        self._first_lengths: dict[Any, int] = {}
 
-    def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, in_full: bool = False) -> Forecast:
+    def forecast(
+        self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, many: bool = False, in_full: bool = False
+    ) -> Forecast:
         """The peak of a step in the middle of a run, optimizer states and gradients there.
 
         Args:
             plan: what the step does.
             num_tokens: of each row.
             num_rows: that go together.
+            many: many lengths will be asked for: rehearse three and carry on from them.
             in_full: rehearse every layer over the whole row instead of carrying on: slow, and the same.
         """
         if self.work.on_card and plan.weights == "disk":  # they come by copies, as from host memory
-            from_host = self.forecast(plan.model_copy(update={"weights": "host"}), num_tokens, num_rows)
+            from_host = self.forecast(plan.model_copy(update={"weights": "host"}), num_tokens, num_rows, many)
             resting = from_host.weights_away_bytes
             host, disk = from_host.host_bytes - resting, from_host.disk_bytes + resting
             return replace(from_host, plan=plan, host_bytes=host, disk_bytes=disk)
@@ -103,7 +105,7 @@ class Forecaster:
                 plan, num_rows, num_tokens
             )
         sample = sample_layers(self._layers, plan, self._adapters)
-        if self._is_first(sample, num_rows, num_tokens):
+        if not many:
             return _Whole(self._trace(sample, num_rows, num_tokens), sample).forecast(plan, num_rows, num_tokens)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
         windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]
@@ -115,10 +117,6 @@ class Forecaster:
         else:
             trace = carry_on([self._trace(sample, num_rows, t) for t in lengths], (num_tokens - first) // unit)
         return _Whole(trace, sample).forecast(plan, num_rows, num_tokens)
-
-    def _is_first(self, sample: Sample, num_rows: int, num_tokens: int) -> bool:
-        """Whether only one length was asked for so far: it is rehearsed as it is; others are carried on."""
-        return self._first_lengths.setdefault((sample.picked, sample.plan, num_rows), num_tokens) == num_tokens
 
     def _trace(self, sample: Sample, num_rows: int, num_tokens: int) -> Trace:
         key = (sample.picked, sample.plan, num_rows, num_tokens)
