@@ -136,7 +136,7 @@ def _tokenizer() -> Any:
 
 def alst(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> float:
     """DeepSpeed's Arctic Long Sequence Training on one device: its tiled MLP and loss, with gradient checkpointing."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # type: ignore[import-not-found]
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import (
         TiledFusedLogitsLoss,
         TiledMLP,
     )
@@ -169,23 +169,16 @@ def _enable_checkpointing(causal: Any) -> None:
     enable({"use_reentrant": False})
 
 
-RECOMPUTE = "recompute"
 PLANS = {
-    RECOMPUTE: MemoryPlan(layers="recompute"),
+    "recompute": MemoryPlan(layers="recompute"),
     "stream": MemoryPlan(layers="stream", tile_tokens=768),
-    "stream, inputs on disk": MemoryPlan(
-        layers="stream", tile_tokens=768, chunk_tokens=128, inputs="disk", keep_keys_values=True
-    ),
-    "stream, inputs and weights on disk": MemoryPlan(
-        layers="stream", tile_tokens=768, chunk_tokens=128, inputs="disk", keep_keys_values=True, weights="disk"
-    ),
+    "stream, inputs on disk": MemoryPlan(layers="stream", tile_tokens=512, inputs="disk", keep_keys_values=True),
 }
 OURS: dict[str, System] = {name: partial(by_hand, plan) for name, plan in PLANS.items()}
-PLAIN, ALST = "plain", "ALST tiling"
 PEERS: dict[str, System] = {
     "Trainer": trainer,
     "TRL": trl,
     "TRL, chunks of 256": partial(trl, chunk_tokens=256),
-    ALST: alst,
+    "ALST tiling": alst,
 }
-SYSTEMS: dict[str, System] = {PLAIN: partial(by_hand, None), **OURS, **PEERS}
+SYSTEMS: dict[str, System] = {"plain": partial(by_hand, None), **OURS, **PEERS}

@@ -52,7 +52,8 @@ from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.carried import CarriedWork, choose_carried
 from narrowboat.planner.forecast import Workload
-from narrowboat.planner.search import Choice, choose
+from narrowboat.planner.search import Search
+from narrowboat.planner.target import limits_here, target_here
 from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
 from narrowboat.train.loop import Course, run
 
@@ -156,8 +157,7 @@ class _Job:
         self.tell(DataReady(data.account.as_dict()))
         options = self.options = with_rank(options, data, config, device, self.tell)
         course = self._course(data)
-        budget_bytes = options.memory.budget or int(0.9 * device_memory(device).free_bytes)
-        choice = self._choose_plan(config, precision, course, budget_bytes)
+        plan = self._choose_plan(config, precision.base.dtype, course, device)
         position = (
             found[1]
             if found
@@ -172,14 +172,14 @@ class _Job:
             carry = restore(found[0], adapted.model, optimizer)
         carrier = carrier_for(adapted.model, options, data, device, self.tell)
         with ExitStack() as stack:
-            self._gauge = stack.enter_context(Gauge(device, budget_bytes))
+            self._gauge = stack.enter_context(Gauge(device, limits_here(options.memory, device).device_bytes))
             self._gauge.watch_model(adapted.model)
             pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
             engine = stack.enter_context(
                 Engine(
                     adapted.model,
                     optimizer,
-                    choice.plan,
+                    plan,
                     pad_id,
                     options.optimizer.clip_norm,
                     self.tell,
@@ -226,39 +226,35 @@ class _Job:
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
 
-    def _choose_plan(self, config: object, precision: Precision, course: Course, budget_bytes: int) -> Choice:
-        longest = max(int(rows.lengths.max()) for rows in (course.rows, course.heldout) if len(rows))
+    def _choose_plan(self, config: object, dtype: torch.dtype, course: Course, device: torch.device) -> MemoryPlan:
+        options, limits = self.options, limits_here(self.options.memory, device)
         trains = [rows for rows in (course.rows, course.heldout) if isinstance(rows, Trains) and len(rows)]
         if trains:
             longest = max(rows.longest_segment for rows in trains)
-            carried = CarriedWork(
-                config, self.options, precision.base.dtype, longest, max(rows.longest_document[1] for rows in trains),
-                device_memory(pick_device(self.options.model.device)).total_bytes,
-            )  # fmt: skip
-            choice = Choice(*choose_carried(carried, budget_bytes, self.options.memory.plan))
+            longest_train = max(rows.longest_document[1] for rows in trains)
+            total_bytes = device_memory(device).total_bytes
+            carried = CarriedWork(config, options, dtype, longest, longest_train, total_bytes)
+            plan, reading = choose_carried(carried, limits.device_bytes, options.memory.plan)
+            by_cause = reading.by_cause
         else:
-            work = Workload(config, self.options, precision.base.dtype, longest)
-            choice = choose(work, budget_bytes, self.options.memory.plan)
-        (self.folder / PLAN_FILE).write_text(choice.plan.model_dump_json(indent=1), encoding="utf-8")
+            lengths = [int(n) for rows in (course.rows, course.heldout) for n in rows.lengths]
+            longest = max(lengths)
+            work = Workload(config, options, dtype, device.type == "cuda")
+            search = Search(work, target_here(device, dtype), options.memory.plan)
+            choice = search.choose(longest, limits)
+            choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
+            plan, by_cause = choice.plan, choice.by_cause
+        (self.folder / PLAN_FILE).write_text(plan.model_dump_json(indent=1), encoding="utf-8")
         self.tell(
             PlanChosen(
-                plan=choice.plan.model_dump(),
-                description=choice.plan.describe(),
-                budget_bytes=budget_bytes,
-                forecast_bytes=choice.forecast.by_cause,
+                plan=plan.model_dump(),
+                description=plan.describe(),
+                budget_bytes=limits.device_bytes,
+                forecast_bytes=by_cause,
                 longest_tokens=longest,
             )
         )
-        return choice
-
-    def _carrier(self, adapted: Adapted, course: Course, device: torch.device) -> Carrier | None:
-        if not self.options.carry.is_on:
-            return None
-        carrier = Carrier(adapted.model, self.options.carry, device_memory(device).total_bytes, self.tell)
-        for rows in (course.rows, course.heldout):
-            if isinstance(rows, Trains):
-                carrier.check_positions(rows.longest_document[0], rows.longest_segment)
-        return carrier
+        return plan
 
     def _load_model(self, precision: Precision, device: torch.device) -> Adapted:
         model, _ = load_base(self.options.model, precision, device, self.tell)

@@ -31,7 +31,7 @@ def train_a_little(model, steps: int = 1) -> None:
         optimizer.zero_grad()
 
 
-def test_llama_3_8b_has_the_known_number_of_trainable_weights():
+def test_r27_llama_3_8b_has_the_known_number_of_trainable_weights():
     """Rank 16 on all seven linear layers of each of 32 blocks: 41,943,040."""
     config = AutoConfig.for_model(
         "llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -74,12 +74,12 @@ def test_targets_match_by_end_whole_name_or_expression(targets, matched, model_o
         (("q_proj", "input_layernorm"), "cannot all carry an adapter"),
     ],
 )
-def test_a_target_that_matches_nothing_is_refused_although_others_match(targets, problem: str, model_of):
+def test_r27_a_target_that_matches_nothing_is_refused_although_others_match(targets, problem: str, model_of):
     with pytest.raises(ModelError, match=problem):
         adapted(model_of("llama"), targets=targets)
 
 
-def test_every_unmatched_target_is_named_at_once(model_of):
+def test_r27_every_unmatched_target_is_named_at_once(model_of):
     with pytest.raises(ModelError) as error:
         adapted(model_of("llama"), targets=("nope", "q_proj", "nada"))
     assert "'nope'" in str(error.value)

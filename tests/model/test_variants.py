@@ -14,6 +14,7 @@ from narrowboat.errors import CheckpointError, ModelError
 from narrowboat.machine.extras import quiet
 from narrowboat.model.adapters import adapt, load_adapter_state, save_adapter
 from narrowboat.model.base import empty_base
+from narrowboat.model.ranks import adapters_by_layer, for_some_layers
 from narrowboat.options.schema import LoraOptions
 
 IDS = torch.arange(3, 35)[None]
@@ -201,3 +202,30 @@ def test_variants_on_the_command_line_are_separated_by_commas():
     for wrong in ("0-9", "v_proj=", "v_proj=0", "=4", "v=4/x"):
         with pytest.raises(ValueError, match=re.escape("String should match pattern")):
             LoraOptions(rank_by_layer=[wrong])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank_by_layer": ["0-1=2", "3=9/5", "v_proj=7"]},
+        {"targets": [r"re:.*layers\.[13]\..*_proj", "lm_head"], "modules_to_save": ["norm", "input_layernorm"]},
+    ],
+    ids=str,
+)
+def test_a_model_of_some_layers_gets_their_adapters(options: dict, config_of):
+    """What a forecast needs: layers 1 and 3 of four, numbered anew, carry what they carry in the whole model."""
+    lora = LoraOptions(rank=4, **options)
+    whole = adapt(empty_base(config_of("llama", num_hidden_layers=4), torch.float32), lora, lambda _: None).model
+    base = empty_base(config_of("llama", num_hidden_layers=4), torch.float32)
+    cut = for_some_layers(base, lora, [1, 3])
+    some = adapt(empty_base(config_of("llama", num_hidden_layers=2), torch.float32), cut, lambda _: None).model
+    wanted = {
+        re.sub(r"layers\.(\d)", lambda found: f"layers.{ {'1': 0, '3': 1}[found[1]] }", name): tuple(p.shape)
+        for name, p in trainable(whole).items()
+        if not re.search(r"layers\.[02]\.", name)
+    }
+    assert {name: tuple(p.shape) for name, p in trainable(some).items()} == wanted
+    scales = [m.scaling["default"] for m in whole.modules() if hasattr(m, "lora_A")]
+    assert {m.scaling["default"] for m in some.modules() if hasattr(m, "lora_A")} <= set(scales)
+    kinds = adapters_by_layer(base, lora)
+    assert (kinds[0] == kinds[2]) == ("targets" in options) and kinds[1]["self_attn.v_proj"][0] in (4, 7)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowboat.memory.layer_call import LayerCall
+from narrowboat.memory.meter import LAYER_INPUTS, account
 
 
 def recompute_layer(x: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, ...]:
@@ -20,4 +21,5 @@ def recompute_layer(x: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, ...
         with call.visit():
             return (call.whole(x), *call.collect())
 
+    account(x, LAYER_INPUTS)
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)

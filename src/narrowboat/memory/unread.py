@@ -31,7 +31,8 @@ class Unread:
     """
 
     def __init__(self, layer: torch.nn.Module, known: dict[Hashable, frozenset[str]]) -> None:
-        self._linears = {name: m for name, m in layer.named_modules() if type(m) is torch.nn.Linear}
+        linears = ((name, m) for name, m in layer.named_modules() if type(m) is torch.nn.Linear)
+        self._linears = {name: m for name, m in linears if type(m.weight) is torch.nn.Parameter}  # not a quantised one
         trained = tuple((name, m.weight.requires_grad) for name, m in self._linears.items())
         self._kind, self._known = (type(layer), trained), known
         self._left_out: frozenset[str] = frozenset()

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from narrowboat.errors import CheckpointError, ModelError, did_you_mean
+from narrowboat.errors import CheckpointError, ModelError
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.extras import quiet
 from narrowboat.machine.hardware import free_disk_bytes
@@ -39,11 +39,10 @@ from narrowboat.model.starts import (
     start_as_quantisation_error,
     widened,
 )
+from narrowboat.model.targets import ALL_LINEAR, for_peft, matching, refuse_unmatched
 from narrowboat.options.schema import LoraOptions
 from narrowboat.units import format_bytes
 
-ALL_LINEAR = "all-linear"
-REGEX = "re:"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
@@ -76,12 +75,12 @@ def adapt(
         ModelError: a target matches nothing, or matches something that cannot carry an adapter.
     """
     anatomy = Anatomy.of(model)
-    matches = {target: _matching(model, target) for target in options.targets}
-    whole = {target: _matching(model, target) for target in options.modules_to_save}
-    _refuse_unmatched(model, matches, "lora.targets")
-    _refuse_unmatched(model, whole, "lora.modules_to_save")
+    matches = {target: matching(model, target) for target in options.targets}
+    whole = {target: matching(model, target) for target in options.modules_to_save}
+    refuse_unmatched(model, matches, "lora.targets")
+    refuse_unmatched(model, whole, "lora.modules_to_save")
     carrying = list(dict.fromkeys(name for names in matches.values() for name in names))
-    differing = ranks_by_module(carrying, options, anatomy, lambda target: _matching(model, target))
+    differing = ranks_by_module(model, carrying, options, anatomy)
     if differing:
         tell(Notice("ranks:\n" + table(carrying, options, differing, anatomy)))
     config = _configuration(model, options, matches, whole, differing, anatomy, tell)
@@ -135,7 +134,7 @@ def _configuration(
         bias=options.bias,
         use_rslora="rslora" in options.variants,
         use_dora="dora" in options.variants,
-        target_modules=_for_peft(model, matches),
+        target_modules=for_peft(model, matches),
         rank_pattern={f"^{re.escape(name)}": rank for name, (rank, _) in differing.items()},
         alpha_pattern={f"^{re.escape(name)}": alpha for name, (_, alpha) in differing.items()},
         modules_to_save=to_save or None,
@@ -223,52 +222,6 @@ def idle_adapters(model: nn.Module) -> list[str]:
         return []
     moved = torch.stack([weight.any() for weight in weights.values()]).tolist()  # one wait for the device, not one each
     return [name for name, has_moved in zip(weights, moved, strict=True) if not has_moved]
-
-
-def _matching(model: nn.Module, target: str) -> list[str]:
-    if target == ALL_LINEAR:
-        head = bare(Anatomy.of(model).head)
-        return [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
-    if target.startswith(REGEX):
-        try:
-            pattern = re.compile(target.removeprefix(REGEX))
-        except re.error as error:
-            raise ModelError(f"lora.targets: {target} is not a regular expression: {error}") from None
-        return [name for name, _ in model.named_modules() if name and pattern.fullmatch(name)]
-    return [name for name, _ in model.named_modules() if name == target or name.endswith(f".{target}")]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Plain, quantised (they inherit from ``nn.Linear``) and GPT-2's transposed ``Conv1D``."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _refuse_unmatched(model: nn.Module, matches: dict[str, list[str]], option: str) -> None:
-    names = [name for name, module in model.named_modules() if _is_linear(module)]
-    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    problems = []
-    for target in (target for target, found in matches.items() if not found):
-        near = did_you_mean(target.removeprefix(REGEX), _tails(names, target.count(".") + 1))
-        problems.append(f"{option}: {target!r} matches no module" + (near or f". Present are {', '.join(ends)}"))
-    if problems:
-        raise ModelError("\n".join(problems))
-
-
-def _tails(names: Iterable[str], num_parts: int) -> list[str]:
-    """The distinct last ``num_parts`` parts of dotted names."""
-    return list(dict.fromkeys(".".join(name.split(".")[-num_parts:]) for name in names))
-
-
-def _for_peft(model: nn.Module, matches: dict[str, list[str]]) -> list[str]:
-    """The modules found, by the last part of their names where that names no other module as well.
-
-    PEFT gets no ``all-linear`` and no regular expression, because it reads more into them: the experts of a mixture,
-    whose adapted weights it would write out whole in every forward.
-    """
-    found = {name for names in matches.values() for name in names}
-    ends = {name.rpartition(".")[2] for name in found}
-    same_end = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
-    return sorted(ends if same_end == found else found)
 
 
 def _tell_what_is_left_out(model: nn.Module, options: LoraOptions, tell: Tell) -> None:

@@ -80,7 +80,7 @@ class _Norm:
     def of(self, layer: Any, name: str) -> torch.Tensor:
         """``[out]``, fp32, a constant for autograd as DoRA's paper has it (arXiv:2402.09353, 4.3)."""
         a, b, scale = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
-        versions = (a._version, b._version, a.data_ptr(), b.data_ptr())
+        versions = (id(a), a._version, id(b), b._version)
         if self.norm is None or versions != self.versions:
             weight = written_out(layer.get_base_layer())  # [out, in]
             if getattr(layer, "fan_in_fan_out", False):

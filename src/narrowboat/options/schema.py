@@ -212,6 +212,18 @@ class MemoryOptions(Group):
         description="Bytes that the run may hold on the device, such as 24GiB (2^30) or 24GB (10^9); 0.9 of what is "
         "free if not given.",
     )
+    host_budget: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="Bytes of host memory that a run on a card may use beside it; 0.9 of what is free if not given.",
+    )
+    high: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of the budget above which a run steps down to a thriftier plan; below 0.7 of that it may "
+        "step up again.",
+    )
     plan: Literal["auto", "keep", "recompute", "stream"] = Field(
         "auto", description="auto: the fastest plan that fits the budget; or the name of one."
     )

@@ -1,48 +1,152 @@
-"""The search: the fastest plan on the ladder that fits the budget."""
+"""The search: the fastest plan that fits the budget, and the longest row that any plan fits in.
+
+Going down the ladder, the first rung that fits is found; what it leaves free of the budget is then spent on time: as
+many layers as fit keep their activations, and short rows go together.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from narrowboat.errors import BudgetError
-from narrowboat.memory.meter import Reading
 from narrowboat.plan import MemoryPlan
-from narrowboat.planner.forecast import Workload, forecast
+from narrowboat.planner.cost import seconds
+from narrowboat.planner.forecast import Forecast, Forecaster, Workload
+from narrowboat.planner.ladder import Wanted, ladder
+from narrowboat.planner.target import Limits, Target
 from narrowboat.units import format_bytes
 
-LADDER = (
-    MemoryPlan(layers="keep"),
-    MemoryPlan(layers="recompute"),
-    MemoryPlan(layers="stream", tile_tokens=512),
-    MemoryPlan(layers="stream", tile_tokens=256, chunk_tokens=128),
-    MemoryPlan(layers="stream", tile_tokens=256, chunk_tokens=128, inputs="disk"),
-    MemoryPlan(layers="stream", tile_tokens=64, chunk_tokens=32, inputs="disk"),
-)
-"""From fastest to thriftiest."""
+LOOK_AHEAD = 1
+"""Rungs below the first one that fits that may be faster all the same: neighbours are close."""
+
+LENGTH_STEP = 1024
+"""Longest rows are found to this many tokens."""
+
+LONGEST_TOKENS = 2**24
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A plan and what it is forecast to take."""
+class Search:
+    """Plans for one workload on one machine; forecasts are made once."""
 
-    plan: MemoryPlan
-    forecast: Reading
+    def __init__(self, work: Workload, target: Target, wanted: Wanted = "auto") -> None:
+        self.work, self.target = work, target
+        self._forecaster = Forecaster(work)
+        can_stream = not self._forecaster.untileable
+        self.rungs = tuple(ladder(target.on_card, can_stream, wanted))
+
+    def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1) -> Forecast:
+        """With margin and seconds."""
+        bare = self._forecaster.forecast(plan, num_tokens, num_rows)
+        rates, margin = self.target.rates, self.target.margin.of(bare.device_bytes)
+        return replace(
+            bare,
+            device_bytes=bare.device_bytes + margin,
+            by_cause=bare.by_cause | ({"margin": margin} if margin else {}),
+            seconds=None if rates is None else seconds(bare.work, rates, self.target.on_card),
+        )
+
+    def choose(self, num_tokens: int, limits: Limits) -> Forecast:
+        """The fastest plan for a row of ``num_tokens``.
+
+        Raises:
+            BudgetError: with the thriftiest plan, its largest parts and the limits.
+        """
+        for i, plan in enumerate(self.rungs):
+            found = self.forecast(plan, num_tokens)
+            if limits.allow(found):
+                near = (self.forecast(other, num_tokens) for other in self.rungs[i + 1 : i + 1 + LOOK_AHEAD])
+                fitting = [found, *(other for other in near if limits.allow(other))]
+                return min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.seconds or 0)
+        raise BudgetError(self._refusal(found, limits))
+
+    def longest(self, limits: Limits) -> Forecast:
+        """The longest row that fits, and the fastest plan for it.
+
+        Raises:
+            BudgetError: not even a short row fits.
+        """
+        best: Forecast | None = None
+        for plan in reversed(self.rungs):
+            num_tokens = self._longest(plan, limits)
+            if best is not None and num_tokens < best.num_tokens:
+                break
+            if num_tokens:
+                best = self.forecast(plan, num_tokens)
+        if best is None:
+            raise BudgetError(self._refusal(self.forecast(self.rungs[-1], LENGTH_STEP), limits))
+        return self._keep_layers(best, limits)
+
+    def _longest(self, plan: MemoryPlan, limits: Limits) -> int:
+        """Tokens of the longest row that ``plan`` fits in, in whole steps."""
+        return LENGTH_STEP * largest(
+            LONGEST_TOKENS // LENGTH_STEP, lambda n: limits.allow(self.forecast(plan, n * LENGTH_STEP))
+        )
+
+    def _keep_layers(self, found: Forecast, limits: Limits) -> Forecast:
+        """The same plan with as many layers kept as fit."""
+        plan = found.plan
+        if plan.layers == "keep" or plan.weights != "device" or plan.input_stride > 1:
+            return found
+
+        def kept(num_layers: int) -> Forecast:
+            return self.forecast(
+                plan.model_copy(update={"num_kept_layers": num_layers}), found.num_tokens, found.num_rows
+            )
+
+        num_layers = largest(self._forecaster.num_layers - 1, lambda n: limits.allow(kept(n)))
+        return kept(num_layers) if num_layers else found
+
+    def group_rows(self, found: Forecast, lengths: Sequence[int], batch_tokens: int, limits: Limits) -> Forecast:
+        """The same plan with as many tokens in a forward as fit, so that short rows go together.
+
+        Args:
+            found: the plan for the longest row.
+            lengths: of all rows.
+            batch_tokens: of a step batch; no forward holds more.
+            limits: what may be taken.
+        """
+        ordered = sorted(lengths)
+        typical = {ordered[0], ordered[len(ordered) // 2], ordered[-1]}
+
+        def fits(tokens: int) -> bool:
+            full = (self.forecast(found.plan, n, rows) for n in typical if (rows := tokens // n) > 1)
+            return all(limits.allow(forecast) for forecast in full)
+
+        tokens = found.num_tokens
+        while 2 * tokens <= batch_tokens and fits(2 * tokens):
+            tokens *= 2
+        return replace(found, plan=found.plan.model_copy(update={"micro_batch_tokens": tokens}))
+
+    def _refusal(self, thriftiest: Forecast, limits: Limits) -> str:
+        largest_parts = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in list(thriftiest.by_cause.items())[:3]
+        )
+        where = _where_it_fails(thriftiest, limits)
+        return (
+            f"The thriftiest exact plan ({thriftiest.plan.describe()}) peaks at "
+            f"{format_bytes(thriftiest.device_bytes)} for a row of {thriftiest.num_tokens:,} tokens; {where}. "
+            f"Largest parts: {largest_parts}."
+        )
 
 
-def choose(work: Workload, budget_bytes: int, wanted: str = "auto") -> Choice:
-    """The fastest plan that fits ``budget_bytes``; only plans whose layers are ``wanted`` if that is not auto.
+def _where_it_fails(forecast: Forecast, limits: Limits) -> str:
+    if forecast.device_bytes > limits.device_bytes:
+        return f"memory.budget is {format_bytes(limits.device_bytes)}"
+    if limits.host_bytes is not None and forecast.host_bytes > limits.host_bytes:
+        needed = format_bytes(forecast.host_bytes)
+        return f"it needs {needed} of host memory, and memory.host_budget is {format_bytes(limits.host_bytes)}"
+    needed, free = format_bytes(forecast.disk_bytes), format_bytes(limits.disk_bytes or 0)
+    return f"it needs a scratch file of {needed}, and {free} are free"
 
-    Raises:
-        BudgetError: with the thriftiest plan, its largest parts and the budget.
-    """
-    rungs = [plan for plan in LADDER if wanted in ("auto", plan.layers)]
-    for plan in rungs:
-        reading = forecast(work, plan)
-        if reading.device_bytes <= budget_bytes:
-            return Choice(plan, reading)
-    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in list(reading.by_cause.items())[:3])
-    raise BudgetError(
-        f"The thriftiest exact plan ({plan.describe()}) peaks at {format_bytes(reading.device_bytes)} for a row of "
-        f"{work.row_tokens:,} tokens; memory.budget is {format_bytes(budget_bytes)}. Largest parts: {largest}. "
-        "A smaller data.max_tokens or a larger memory.budget would do."
-    )
+
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to ``limit`` that fits, 0 if 1 does not; whoever fits, smaller ones fit too."""
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,172 @@
+"""A rehearsal: ``Engine.step`` itself, run by a small model of fake tensors, so a forecast cannot drift from the code.
+
+No weight is read and nothing is computed. The model has a few of the real one's layers (``sample``); what came of each
+moment of its step is put together to the whole model's in ``forecast``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from narrowboat.data.examples import Row
+from narrowboat.engine.engine import Engine
+from narrowboat.model.anatomy import Anatomy, text_config
+from narrowboat.model.base import give_fake_tensors
+from narrowboat.plan import MemoryPlan
+from narrowboat.planner.fakes import RememberingFakeMode
+from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Moment, Recorder, Slot, Work
+
+FIRST_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """One moment of a step.
+
+    Attributes:
+        peaks: by where and by operator the most that was alive there, above what was when the moment began.
+        left: what is alive at its end above what was when it began; negative where it frees.
+        work: its operations.
+    """
+
+    peaks: dict[Any, Bytes]
+    left: Bytes
+    work: Work
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step, by moment.
+
+    Attributes:
+        rest: alive before the step.
+        parts: its moments.
+        layers: for each layer its weights, gradients and states.
+    """
+
+    rest: Bytes
+    parts: dict[Moment, Part]
+    layers: list[Bytes]
+
+
+class Rehearsal:
+    """A model of fake tensors ready to be stepped, under any plan and over any shape.
+
+    Args:
+        model: on ``meta``, with its adapter.
+        build_optimizer: over the model's named parameters.
+        clip_norm: the engine's.
+        on_card: count what a card's operators take for themselves as well.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        build_optimizer: Callable[[Any], torch.optim.Optimizer],
+        clip_norm: float,
+        on_card: bool = False,
+    ) -> None:
+        self._model, self._clip_norm = model, clip_norm
+        self._anatomy = Anatomy.of(model)
+        self._fakes, self._recorder = RememberingFakeMode(), Recorder(on_card)
+        with self._fakes:
+            give_fake_tensors(model)
+        with self._fakes, self._recorder:
+            self._recorder.watch_model(model)
+            self._optimizer = build_optimizer(model.named_parameters())
+            self._step(MemoryPlan(layers="keep"), 1, FIRST_TOKENS)  # the optimizer makes its states
+
+    def run(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Trace:
+        """One step over a micro-batch ``[num_rows, num_tokens]``."""
+        recorder = self._recorder
+        recorder.forget()
+        with self._fakes, recorder, self._moments():
+            layers = self._step(plan, num_rows, num_tokens)
+        order = list(recorder.begun)
+        ends = [recorder.begun[after] for after in order[1:]] + [recorder.alive()]
+        parts = {}
+        for moment, end in zip(order, ends, strict=True):
+            begun = recorder.begun[moment]
+            peaks = {key: minus(alive, begun) for key, alive in recorder.peaks[moment].items()}
+            parts[moment] = Part(peaks, minus(end, begun), sum(recorder.work[moment], Work()))
+        return Trace(recorder.begun[START, 0], parts, layers)
+
+    def _step(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> list[Bytes]:
+        """Take a step; for each layer what belongs to it between steps."""
+        zeros = np.zeros(num_tokens, dtype=np.int32)
+        rows = [Row(zeros, zeros, (num_tokens,))] * num_rows
+        plan = plan.model_copy(update={"micro_batch_tokens": num_rows * num_tokens})
+        with Engine(self._model, self._optimizer, plan, pad_id=0, clip_norm=self._clip_norm) as engine:
+            self._recorder.begin(START)
+            engine.step(rows, learning_rate=1e-4, seed=0)
+            self._recorder.end()
+            return [self._own(layer.module) for layer in self._anatomy.layers]
+
+    @contextmanager
+    def _moments(self) -> Iterator[None]:
+        """Tell the recorder when a layer begins, forwards and backwards, when the loss does and when the update."""
+        recorder = self._recorder
+        with ExitStack() as stack:
+            for i, layer in enumerate(self._anatomy.layers):
+                module = layer.module
+                stack.callback(module.register_forward_pre_hook(lambda *_, i=i: recorder.begin(FORWARD, i)).remove)
+                stack.callback(module.register_forward_hook(lambda *given, i=i: self._announce(given[2], i)).remove)
+            backbone = self._anatomy.backbone
+            stack.callback(backbone.register_forward_hook(lambda *_: recorder.begin(LOSS)).remove)
+            stack.enter_context(self._before_update(lambda: recorder.begin(UPDATE)))
+            yield
+
+    @contextmanager
+    def _before_update(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Not every optimizer has hooks."""
+        optimizer: Any = self._optimizer
+        own_step = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            tell()
+            return own_step(*args, **kwargs)
+
+        optimizer.step = step
+        try:
+            yield
+        finally:
+            optimizer.step = own_step
+
+    def _announce(self, output: Any, layer: int) -> None:
+        """Backwards a layer begins when the gradient of its output is there."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(lambda _: self._recorder.begin(BACKWARD, layer))
+
+    def _own(self, layer: nn.Module) -> Bytes:
+        parameters = list(layer.parameters())
+        grads = [p.grad for p in parameters if p.grad is not None]
+        states = [t for p in parameters for t in self._optimizer.state.get(p, {}).values()]
+        tensors = [p.data for p in parameters] + list(layer.buffers()) + grads
+        return self._recorder.of(tensors + [t for t in states if isinstance(t, torch.Tensor)])
+
+
+def cut_to(model: nn.Module, picked: tuple[int, ...]) -> None:
+    """Leave only the layers ``picked`` in ``model``, which is on ``meta`` and has no adapter yet."""
+    anatomy = Anatomy.of(model)
+    config = text_config(anatomy.causal)
+    name = anatomy.layers[0].name.rpartition(".")[0]
+    owner, _, attribute = name.rpartition(".")
+    kept = nn.ModuleList(anatomy.layers[i].module for i in picked)
+    setattr(anatomy.causal.get_submodule(owner), attribute, kept)
+    for key in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"):
+        if (kinds := getattr(config, key, None)) is not None:
+            setattr(config, key, [kinds[i] for i in picked])
+    config.num_hidden_layers = len(picked)
+
+
+def minus(a: Bytes, b: Bytes) -> Bytes:
+    """``a - b``, slot by slot."""
+    slots: set[Slot] = a.keys() | b.keys()
+    return {slot: size for slot in slots if (size := a.get(slot, 0) - b.get(slot, 0))}
