@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 BF16_PAYS = 1.25
 """How many times faster than float32 the CPU must multiply bfloat16 before ``auto`` takes it."""
@@ -73,6 +74,13 @@ def choose_precision(
 def name_of(dtype: torch.dtype) -> str:
     """``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold ``tensor``: several for one that torchao has quantised, otherwise itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
 
 
 def _what_the_device_does_well(device: torch.device) -> Format:

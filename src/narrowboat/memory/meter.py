@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_iter
 
+from narrowboat.machine.precision import parts_of
 from narrowboat.plan import Place
 from narrowboat.units import format_bytes
 
@@ -94,9 +95,9 @@ class Meter(TorchDispatchMode):
         """Count ``tensor``'s storage, once, under ``name`` (default: the current cause) until it is freed."""
         if tensor.device.type == "meta":
             return
-        if is_traceable_wrapper_subclass(tensor):  # quantised: made of several plain tensors
-            for part in tensor.__tensor_flatten__()[0]:
-                self.watch(getattr(tensor, part), name, place)
+        if is_traceable_wrapper_subclass(tensor):  # quantised
+            for part in parts_of(tensor):
+                self.watch(part, name, place)
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from narrowboat.machine.precision import parts_of
 from narrowboat.units import format_bytes
 
 
@@ -31,7 +31,7 @@ def account(optimizer: torch.optim.Optimizer) -> list[Share]:
     num_bytes: dict[str, int] = defaultdict(int)
     seen: set[int] = set()
     for parameter, state in optimizer.state.items():
-        parts = [part for value in state.values() for part in _plain(value)]
+        parts = [part for value in state.values() if isinstance(value, torch.Tensor) for part in parts_of(value)]
         kind = _kind(parameter, state, parts)
         weights[kind] += parameter.numel()
         for part in parts:
@@ -46,17 +46,6 @@ def describe(shares: list[Share]) -> str:
     """One line for people."""
     total = sum(share.num_bytes for share in shares)
     return f"optimizer states take {format_bytes(total)}: " + "; ".join(map(str, shares))
-
-
-def _plain(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that hold ``value``: quantised ones are made of several."""
-    if not isinstance(value, torch.Tensor):
-        return
-    if is_traceable_wrapper_subclass(value):
-        for name in value.__tensor_flatten__()[0]:
-            yield from _plain(getattr(value, name))
-    else:
-        yield value
 
 
 def _kind(parameter: torch.Tensor, state: dict[str, Any], parts: list[torch.Tensor]) -> str:

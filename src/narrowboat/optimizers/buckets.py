@@ -178,6 +178,12 @@ class DuringBackward(Buckets):
         squares, self._squares = self._squares, None
         return torch.zeros(()) if squares is None else squares.sqrt()
 
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step the parameters whose gradients are still there: none after a backward inside ``armed``."""
+        for bucket in self._buckets:
+            if any(p.grad is not None for group in bucket.param_groups for p in group["params"]):
+                bucket.step()
+
     @torch.no_grad()
     def _take(self, parameter: torch.Tensor, bucket: torch.optim.Optimizer) -> None:
         if self._armed:

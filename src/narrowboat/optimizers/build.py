@@ -7,7 +7,6 @@ Matrices are decayed, vectors (biases, DoRA's magnitudes) are not. An adapter's 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -37,19 +36,48 @@ def build_optimizer(
         OptionError: states cannot rest where ``options.states`` says.
         MachineError: the optimizer's library is not installed.
     """
-    kind = KINDS[options.name]
     trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
-    states = _place(options, trainable[0][1], tell)
+    first = trainable[0][1].detach()
+    if type(first) is torch.Tensor:  # and no forecast's
+        options = settle_states(options, first.device, tell)
+    kind = KINDS[options.name]
     groups = _groups(trainable, options, kind)
     _tell_what_is_not_used(options, tell)
-    settings = kind.settings(options, paged=states == "paged")
-    if states == "rebuilt":
+    settings = kind.settings(options, paged=options.states == "paged" and first.is_cuda)
+    if options.states == "rebuilt":
         return RebuiltAdamW(groups, settings.lr, settings.betas, settings.eps)
     if options.name == "adalomo":
         return DuringBackward(groups, lambda part: kind.make(part, settings))
-    if states == "host":
+    if options.states == "host":
         return HostStates(groups, lambda part: kind.make(part, settings))
     return kind.make(groups, settings)
+
+
+def settle_states(options: OptimizerOptions, device: torch.device, tell: Tell) -> OptimizerOptions:
+    """``options`` with the place where states will rest on ``device``.
+
+    Raises:
+        OptionError: this optimizer's states cannot rest where ``options.states`` says, on any device.
+    """
+    fitting: dict[str, list[OptimizerName]] = {
+        "device": list(KINDS),
+        "host": [name for name, other in KINDS.items() if other.on_host],
+        "paged": [name for name, other in KINDS.items() if other.paged],
+        "rebuilt": ["adamw"],
+    }
+    wanted = options.states
+    if options.name not in fitting[wanted]:
+        raise OptionError(
+            f"optimizer.states: {wanted} does not go with optimizer.name: {options.name}; it goes with "
+            f"{', '.join(fitting[wanted])}. optimizer.states: device goes with every optimizer."
+        )
+    if wanted == "paged" and device.type != "cuda":
+        tell(Notice(f"optimizer.states: paged needs a CUDA card; on {device.type} states are not paged."))
+    elif wanted == "host" and device.type == "cpu":
+        tell(Notice("optimizer.states: host changes nothing on a CPU: states are in host memory already."))
+    else:
+        return options
+    return options.model_copy(update={"states": "device"})
 
 
 def _groups(trainable: list[tuple[str, torch.nn.Parameter]], options: OptimizerOptions, kind: Kind) -> Groups:
@@ -70,34 +98,6 @@ def _groups(trainable: list[tuple[str, torch.nn.Parameter]], options: OptimizerO
 
 def _is_b(name: str) -> bool:
     return any(part in f".{name}." for part in B_NAMES)
-
-
-def _place(options: OptimizerOptions, weight: torch.nn.Parameter, tell: Tell) -> str:
-    """Where states will rest.
-
-    Raises:
-        OptionError: this optimizer's cannot rest there.
-    """
-    wanted: Any = options.states
-    fitting: dict[str, list[OptimizerName]] = {
-        "device": list(KINDS),
-        "host": [name for name, other in KINDS.items() if other.on_host],
-        "paged": [name for name, other in KINDS.items() if other.paged],
-        "rebuilt": ["adamw"],
-    }
-    if options.name not in fitting[wanted]:
-        raise OptionError(
-            f"optimizer.states: {wanted} does not go with optimizer.name: {options.name}; it goes with "
-            f"{', '.join(fitting[wanted])}. optimizer.states: device goes with every optimizer."
-        )
-    in_host_memory = weight.device.type == "cpu" and type(weight.detach()) is torch.Tensor  # and no forecast
-    if wanted == "paged" and weight.device.type != "cuda":
-        tell(Notice(f"optimizer.states: paged needs a CUDA card; on {weight.device.type} states are not paged."))
-        return "device"
-    if wanted == "host" and in_host_memory:
-        tell(Notice("optimizer.states: host changes nothing on a CPU: states are in host memory already."))
-        return "device"
-    return wanted
 
 
 def _tell_what_is_not_used(options: OptimizerOptions, tell: Tell) -> None:

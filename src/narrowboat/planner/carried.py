@@ -78,7 +78,9 @@ def choose_carried(work: CarriedWork, budget_bytes: int, wanted: str = "auto") -
 def forecast_carried(work: CarriedWork, plan: MemoryPlan) -> Reading:
     """The peak of the second step, whose optimizer states are there."""
     options = work.options
-    model = adapt(empty_base(work.config, work.dtype), options.lora, lambda event: None).model  # on meta
+    model = adapt(
+        empty_base(work.config, work.dtype, quantize=options.model.quantize), options.lora, lambda event: None
+    ).model  # on meta
     with FakeTensorMode(), ExitStack() as stack:
         give_fake_tensors(model)
         meter = stack.enter_context(Meter())

@@ -20,12 +20,13 @@ from narrowboat.memory.meter import BASE_WEIGHTS
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.base import empty_base
+from narrowboat.model.ranks import adapters_by_layer, for_some_layers
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan, Place
 from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Work
 from narrowboat.planner.rehearsal import Part, Rehearsal, Trace, cut_to
-from narrowboat.planner.sample import Sample, sample_layers
+from narrowboat.planner.sample import Sample, sample_layers, whole_sample
 
 WHOLE_UNIT = 512
 """Tokens between two rehearsed lengths of a plan without tiles."""
@@ -73,20 +74,34 @@ class Forecaster:
 
     def __init__(self, work: Workload) -> None:
         self.work = work
-        anatomy = Anatomy.of(self._empty())
+        self._base = self._empty()
+        self._adapters = adapters_by_layer(self._base, work.options.lora)
+        anatomy = Anatomy.of(self._base)
         self._layers, self.untileable = anatomy.layers, anatomy.untileable_layers
         self.num_layers = len(self._layers)
         self._rehearsals: dict[tuple[int, ...], Rehearsal] = {}
         self._traces: dict[Any, Trace] = {}
 
-    def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1) -> Forecast:
-        """The peak of a step in the middle of a run, optimizer states and gradients there."""
+    def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, in_full: bool = False) -> Forecast:
+        """The peak of a step in the middle of a run, optimizer states and gradients there.
+
+        Args:
+            plan: what the step does.
+            num_tokens: of each row.
+            num_rows: that go together.
+            in_full: rehearse every layer over the whole row instead of carrying on: slow, and the same.
+        """
         if self.work.on_card and plan.weights == "disk":  # they come by copies, as from host memory
             from_host = self.forecast(plan.model_copy(update={"weights": "host"}), num_tokens, num_rows)
             resting = from_host.weights_away_bytes
             host, disk = from_host.host_bytes - resting, from_host.disk_bytes + resting
             return replace(from_host, plan=plan, host_bytes=host, disk_bytes=disk)
-        sample = sample_layers(self._layers, plan)
+        if in_full:
+            everything = whole_sample(len(self._layers), plan)
+            return _Whole(self._trace(everything, num_rows, num_tokens), everything).forecast(
+                plan, num_rows, num_tokens
+            )
+        sample = sample_layers(self._layers, plan, self._adapters)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
         windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]
         steady = max([2 * plan.chunk_tokens, *windows])  # beyond it every further unit adds the same
@@ -113,7 +128,8 @@ class Forecaster:
         options = self.work.options
         model = self._empty()
         cut_to(model, picked)
-        adapted = adapt(model, options.lora, lambda event: None).model
+        lora = for_some_layers(self._base, options.lora, picked)
+        adapted = adapt(model, lora, lambda event: None).model
         return Rehearsal(
             adapted, partial(build_optimizer, options.optimizer), options.optimizer.clip_norm, self.work.on_card
         )
@@ -158,9 +174,7 @@ class _Whole:
         self._rest = _sum([trace.rest, *(_times(trace.layers[i], count) for i, count in further.items())])
         forward, backward = [(FORWARD, i) for i in layers], [(BACKWARD, i) for i in reversed(layers)]
         order = [(START, 0), *forward, (LOSS, 0), *backward, (UPDATE, 0)]
-        if (UPDATE, 0) not in trace.parts:  # weights move during backward
-            order.pop()
-        self._parts = [trace.parts[moment] for moment in order]
+        self._parts = [trace.parts[moment] for moment in order if moment in trace.parts]
 
     def forecast(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Forecast:
         """Each place's peak; the causes are the device's."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from narrowboat.machine.precision import parts_of
 from narrowboat.memory.meter import WORKING_SET, Meter
 from narrowboat.plan import Place
 
@@ -116,7 +117,8 @@ class Recorder(Meter):
     def of(self, tensors: Iterable[torch.Tensor]) -> Bytes:
         """The bytes of ``tensors``, under the causes and places that they were counted under."""
         found: Bytes = defaultdict(int)
-        for key, size in {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.items():
+        storages = [part.untyped_storage() for tensor in tensors for part in parts_of(tensor)]
+        for key, size in {storage._cdata: storage.nbytes() for storage in storages}.items():
             if key in self._slots:
                 found[self._slots[key]] += size
         return dict(found)

@@ -142,7 +142,8 @@ class Rehearsal:
     def _announce(self, output: Any, layer: int) -> None:
         """Backwards a layer begins when the gradient of its output is there."""
         hidden = output[0] if isinstance(output, tuple) else output
-        hidden.register_hook(lambda _: self._recorder.begin(BACKWARD, layer))
+        if hidden.requires_grad:  # no gradient comes to what lies before the first adapter
+            hidden.register_hook(lambda _: self._recorder.begin(BACKWARD, layer))
 
     def _own(self, layer: nn.Module) -> Bytes:
         parameters = list(layer.parameters())

@@ -35,10 +35,13 @@ class Sample:
     sample_labels: tuple[Label, ...]
 
 
-def sample_layers(layers: Sequence[DecoderLayer], plan: MemoryPlan) -> Sample:
-    """The fewest layers that show what ``plan`` does to all of them."""
+def sample_layers(layers: Sequence[DecoderLayer], plan: MemoryPlan, adapters: Sequence[Any] = ()) -> Sample:
+    """The fewest layers that show what ``plan`` does to all of them; ``adapters`` says what each carries."""
     numbers: dict[Hashable, int] = {}
-    kinds = [numbers.setdefault(_kind(layer), len(numbers)) for layer in layers]
+    carried = [str(part) for part in adapters] or [""] * len(layers)
+    kinds = [
+        numbers.setdefault((_kind(layer), part), len(numbers)) for layer, part in zip(layers, carried, strict=True)
+    ]
     num_kept = 0 if plan.layers == "keep" else plan.num_kept_layers
     groups = _groups(len(layers), num_kept, plan.input_stride)
     chosen, known = [], set()
@@ -56,6 +59,12 @@ def sample_layers(layers: Sequence[DecoderLayer], plan: MemoryPlan) -> Sample:
         _labels(groups, kinds, num_kept),
         _labels(groups, kinds, num_kept, chosen),
     )
+
+
+def whole_sample(num_layers: int, plan: MemoryPlan) -> Sample:
+    """All layers, each for itself."""
+    labels = tuple((i,) for i in range(num_layers))
+    return Sample(tuple(range(num_layers)), plan, labels, labels)
 
 
 def _first_of_their_kinds(wanted: Sequence[int], kinds: Sequence[int]) -> tuple[int, ...]:
