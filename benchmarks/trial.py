@@ -44,6 +44,7 @@ class Reading:
     name: str
     tokens: int
     layers: int
+    threads: int
     held_bytes: int | None
     peak_bytes: int | None
     seconds: float | None
@@ -119,6 +120,7 @@ def run_here(name: str, tokens: int, layers: int, metered: bool) -> Reading:
         name=name,
         tokens=tokens,
         layers=layers,
+        threads=torch.get_num_threads(),
         held_bytes=watch.held_bytes,
         peak_bytes=watch.peak_bytes,
         seconds=seconds,
