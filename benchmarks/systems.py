@@ -27,31 +27,36 @@ RANK = 8
 System = Callable[[PeftModel, Sequence[torch.Tensor], "Watch"], float]
 
 
-def smollm2(layers: int) -> PeftModel:
-    """SmolLM2-135M's shape (30 layers) with random weights in fp32, LoRA on all linear layers."""
+def smollm2(layers: int) -> LlamaForCausalLM:
+    """SmolLM2-135M's shape (30 layers) with random weights in fp32."""
     config = LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
         num_key_value_heads=3, vocab_size=49152, max_position_embeddings=131072, tie_word_embeddings=True,
         use_cache=False, bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)
+
+
+def adapted(base: LlamaForCausalLM) -> PeftModel:
+    """With LoRA on all linear layers."""
     lora = LoraConfig(r=RANK, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    return get_peft_model(model, lora).train()
+    return get_peft_model(base, lora).train()
 
 
 def by_hand(plan: MemoryPlan | None, model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> float:
     """A training loop of five lines, with or without ``install``."""
     with nullcontext() if plan is None else install(model, plan):
-        return _loop(model, rows, watch, lambda row: model(input_ids=row, labels=row).loss)
+        return loop(model, rows, watch, lambda row: model(input_ids=row, labels=row).loss)
 
 
-def _loop(
+def loop(
     model: PeftModel,
     rows: Sequence[torch.Tensor],
     watch: Watch,
     loss_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> float:
+    """Forward, backward and AdamW for each row; the second is watched."""
     optimizer, loss = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4), torch.zeros(())
     for row, measured in zip(rows, (False, True), strict=True):
         with watch.step() if measured else nullcontext():
@@ -161,7 +166,7 @@ def alst(model: PeftModel, rows: Sequence[torch.Tensor], watch: Watch) -> float:
         total: torch.Tensor = TiledFusedLogitsLoss.apply(shard_loss, causal, hidden, targets, None, shards, [], "sum")
         return total / (row.shape[1] - 1)
 
-    return _loop(model, rows, watch, loss_of)
+    return loop(model, rows, watch, loss_of)
 
 
 def _enable_checkpointing(causal: Any) -> None:

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from benchmarks.systems import SYSTEMS, smollm2
-from narrowboat.machine.hardware import process_memory
+from benchmarks.systems import SYSTEMS, adapted, smollm2
+from narrowboat.machine.hardware import ProcessMemory, process_memory
 from narrowboat.memory.meter import Meter
 
 WARM_UP_TOKENS = 256
@@ -55,10 +55,15 @@ class Reading:
 
 
 class Watch:
-    """Reads memory and clock while a step runs; ``begin`` and ``end`` may be called by a trainer's callbacks."""
+    """Reads memory and clock while a step runs; ``begin`` and ``end`` may be called by a trainer's callbacks.
 
-    def __init__(self, meter: Meter | None) -> None:
-        self._meter = meter
+    Args:
+        meter: reads the tensors' bytes, if any does.
+        resting: what the process held before it grew; by default what it holds when a step begins.
+    """
+
+    def __init__(self, meter: Meter | None, resting: ProcessMemory | None = None) -> None:
+        self._meter, self._resting_before = meter, resting
         self.seconds = self.cpu_seconds = 0.0
         self.held_bytes: int | None = None
         self.peak_bytes: int | None = None
@@ -67,7 +72,7 @@ class Watch:
     def begin(self) -> None:
         self._running = True
         self._sampler = threading.Thread(target=self._sample, daemon=True)
-        self._resting = process_memory()
+        self._resting = self._resting_before or process_memory()
         self._anonymous = self._resident = 0
         self._sampler.start()
         if self._meter is not None:
@@ -103,7 +108,7 @@ class Watch:
 
 def run_here(name: str, tokens: int, layers: int, metered: bool) -> Reading:
     """Build the model, warm up, take the step."""
-    model = smollm2(layers)
+    model = adapted(smollm2(layers))
     generator = torch.Generator().manual_seed(0)
     rows = [
         torch.randint(0, model.config.vocab_size, (1, num), generator=generator)
