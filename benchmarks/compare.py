@@ -75,7 +75,11 @@ def measure(arguments: argparse.Namespace) -> list[Reading]:
 
 
 def put_together(readings: Sequence[Reading], threads: int) -> list[Row]:
-    """One row a system, length and depth: the meter's last reading, medians of all steps with ``threads`` threads."""
+    """One row a system, length and depth: the meter's last reading, and medians of the steps that were timed.
+
+    Seconds are of steps with ``threads`` threads. Processor seconds are of steps with one: those of several threads
+    count the time in which they wait for each other.
+    """
     groups: dict[tuple[int, int, str], list[Reading]] = {}
     for reading in readings:
         groups.setdefault((reading.layers, reading.tokens, reading.name), []).append(reading)
@@ -83,6 +87,7 @@ def put_together(readings: Sequence[Reading], threads: int) -> list[Row]:
     for (layers, tokens, name), group in groups.items():
         peaks = [r.peak_bytes for r in group if r.peak_bytes is not None]
         timed = [r for r in group if r.seconds is not None and r.threads == threads]
+        alone = [r.cpu_seconds for r in group if r.cpu_seconds is not None and r.threads == 1]
         row = Row(
             name,
             tokens,
@@ -91,7 +96,7 @@ def put_together(readings: Sequence[Reading], threads: int) -> list[Row]:
             resident_bytes=max(r.resident_bytes for r in timed or group),
             anonymous_bytes=max(r.anonymous_bytes for r in timed or group),
             seconds=median(r.seconds or 0 for r in timed) if timed else None,
-            cpu_seconds=median(r.cpu_seconds or 0 for r in timed) if timed else None,
+            cpu_seconds=median(alone) if alone else None,
             rounds=len(timed),
         )
         rows.append(row)
@@ -101,7 +106,7 @@ def put_together(readings: Sequence[Reading], threads: int) -> list[Row]:
 def table(rows: Sequence[Row], baseline: str) -> str:
     """Markdown: bytes and seconds, each with its share of the baseline's at the same length and depth."""
     lines = [
-        "| layers | tokens | system | peak above weights | | process grew by | | seconds | | CPU seconds | |",
+        "| layers | tokens | system | peak above weights | | process grew by | | seconds | | CPU seconds, 1 thread | |",
         "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:

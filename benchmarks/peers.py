@@ -9,8 +9,8 @@ out where DeepSpeed is not installed.
 from importlib.util import find_spec
 
 from benchmarks.compare import run
-from benchmarks.systems import ALST, OURS, PEERS
+from benchmarks.systems import ALST, OURS, PEERS, TRL_BEST
 
 if __name__ == "__main__":
     peers = [name for name in PEERS if name != ALST or find_spec("deepspeed")]
-    run("peers", __doc__, [*OURS, *peers], "TRL")
+    run("peers", __doc__, [*OURS, *peers], TRL_BEST)
