@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -120,6 +119,18 @@ def table(rows: Sequence[Row], baseline: str) -> str:
     return "\n".join(lines)
 
 
+def growth(rows: Sequence[Row]) -> str:
+    """Markdown: peak bytes a further token, between the shortest and the longest row of each system and depth."""
+    lines = ["| layers | system | tokens | bytes a further token |", "|--:|---|---|--:|"]
+    for layers, name in dict.fromkeys((row.layers, row.name) for row in rows):
+        peaks = {r.tokens: r.peak_bytes for r in rows if (r.layers, r.name) == (layers, name) and r.peak_bytes}
+        short, long = min(peaks, default=0), max(peaks, default=0)
+        if short < long:
+            slope = (peaks[long] - peaks[short]) / (long - short)
+            lines.append(f"| {layers} | {name} | {short:,} to {long:,} | {slope:,.0f} |")
+    return "\n".join(lines)
+
+
 def plot(rows: Sequence[Row]) -> str:
     """Bytes and seconds over tokens, as an SVG."""
     charts = []
@@ -136,9 +147,15 @@ def write(folder: Path, benchmark: str, rows: Sequence[Row], machine: dict[str, 
     """The rows, the table and the plot of the first depth, each in a file of its own."""
     stem = folder / benchmark
     stem.with_suffix(".json").write_text(_as_json(rows, machine) + "\n", encoding="utf-8")
-    command = f"python -m benchmarks.{benchmark} {shlex.join(sys.argv[1:])}"
-    said = f"`{command}` ({machine['cores']} cores, {machine['threads']} threads, PyTorch {machine['torch']}), beside "
-    page = [f"{said}{baseline}:", table(rows, baseline), f"![Bytes and seconds over tokens]({benchmark}.svg)"]
+    tokens, layers = (sorted({getattr(row, what) for row in rows}) for what in ("tokens", "layers"))
+    command = f"python -m benchmarks.{benchmark} --tokens {_words(tokens)} --layers {_words(layers)} --results {folder}"
+    said = f"`{command}`, on {machine['cores']} cores with PyTorch {machine['torch']}; shares are of {baseline}'s."
+    page = [
+        said,
+        table(rows, baseline),
+        growth(rows),
+        f"![Bytes and seconds over tokens]({benchmark}.svg)",
+    ]
     stem.with_suffix(".md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
     stem.with_suffix(".svg").write_text(plot([r for r in rows if r.layers == rows[0].layers]), encoding="utf-8")
 
@@ -163,6 +180,10 @@ def run(benchmark: str, description: str | None, names: Sequence[str], baseline:
     if arguments.results and rows:
         write(arguments.results, benchmark, rows, machine, baseline)
     print(_as_json(rows, machine) if arguments.json else table(rows, baseline))
+
+
+def _words(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def _as_json(rows: Sequence[Row], machine: dict[str, object]) -> str:
