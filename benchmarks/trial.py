@@ -35,7 +35,7 @@ class Reading:
     Attributes:
         held_bytes: weights and optimizer states on the device at the step's start, by the meter.
         peak_bytes: the most that was held above them.
-        seconds, cpu_seconds: by the wall clock, and by the processor's of all threads.
+        seconds, cpu_seconds: by the wall clock, and by the processor's of all threads, the meter's own included.
         resident_bytes, anonymous_bytes: by how much the process grew, by the operating system; without the pages of
             mapped files.
         loss: the step's.
@@ -120,7 +120,6 @@ def run_here(name: str, tokens: int, layers: int, metered: bool) -> Reading:
     watch = Watch(meter)
     with meter or nullcontext():
         loss = SYSTEMS[name](model, rows, watch)
-    seconds, cpu_seconds = (None, None) if metered else (watch.seconds, watch.cpu_seconds)
     return Reading(
         name=name,
         tokens=tokens,
@@ -128,8 +127,8 @@ def run_here(name: str, tokens: int, layers: int, metered: bool) -> Reading:
         threads=torch.get_num_threads(),
         held_bytes=watch.held_bytes,
         peak_bytes=watch.peak_bytes,
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
+        seconds=None if metered else watch.seconds,
+        cpu_seconds=watch.cpu_seconds,
         resident_bytes=watch.resident_bytes,
         anonymous_bytes=watch.anonymous_bytes,
         loss=loss,
