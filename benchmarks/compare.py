@@ -26,6 +26,7 @@ from benchmarks.trial import Reading
 
 TOP = Path(__file__).parents[1]
 READINGS = "readings.jsonl"
+LOUD = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def measure(arguments: argparse.Namespace) -> list[Reading]:
 def put_together(readings: Sequence[Reading], threads: int) -> list[Row]:
     """One row a system, length and depth: the meter's last reading, and medians of the steps that were timed.
 
-    Seconds are of steps with ``threads`` threads. Processor seconds are of steps with one: those of several threads
-    count the time in which they wait for each other.
+    Seconds are of steps with ``threads`` threads during which other processes took less than a tenth of the time.
+    Processor seconds are of steps with one thread: those of several count the time in which they wait for each other.
     """
     groups: dict[tuple[int, int, str], list[Reading]] = {}
     for reading in readings:
@@ -85,7 +86,7 @@ def put_together(readings: Sequence[Reading], threads: int) -> list[Row]:
     rows = []
     for (layers, tokens, name), group in groups.items():
         peaks = [r.peak_bytes for r in group if r.peak_bytes is not None]
-        timed = [r for r in group if r.seconds is not None and r.threads == threads]
+        timed = [r for r in group if r.seconds is not None and r.threads == threads and _is_quiet(r)]
         alone = [r.cpu_seconds for r in group if r.cpu_seconds is not None and r.threads == 1]
         row = Row(
             name,
@@ -100,6 +101,10 @@ def put_together(readings: Sequence[Reading], threads: int) -> list[Row]:
         )
         rows.append(row)
     return rows
+
+
+def _is_quiet(reading: Reading) -> bool:
+    return reading.others_seconds < LOUD * (reading.seconds or 0)
 
 
 def table(rows: Sequence[Row], baseline: str) -> str:

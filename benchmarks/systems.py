@@ -179,7 +179,7 @@ def _enable_checkpointing(causal: Any) -> None:
 RECOMPUTE = "recompute"
 PLANS = {
     RECOMPUTE: MemoryPlan(layers="recompute"),
-    "stream": MemoryPlan(layers="stream", tile_tokens=768),
+    "stream": MemoryPlan(layers="stream", tile_tokens=1024),
     "stream, inputs on disk": MemoryPlan(
         layers="stream", tile_tokens=768, chunk_tokens=128, inputs="disk", keep_keys_values=True
     ),

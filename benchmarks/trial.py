@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 
+import psutil
 import torch
 
 from benchmarks.systems import SYSTEMS, adapted, smollm2
@@ -36,6 +37,7 @@ class Reading:
         held_bytes: weights and optimizer states on the device at the step's start, by the meter.
         peak_bytes: the most that was held above them.
         seconds, cpu_seconds: by the wall clock, and by the processor's of all threads, the meter's own included.
+        others_seconds: what other processes took of the processors meanwhile; the less, the more the clock is worth.
         resident_bytes, anonymous_bytes: by how much the process grew, by the operating system; without the pages of
             mapped files.
         loss: the step's.
@@ -52,6 +54,7 @@ class Reading:
     resident_bytes: int
     anonymous_bytes: int
     loss: float
+    others_seconds: float = 0.0
 
 
 class Watch:
@@ -64,7 +67,7 @@ class Watch:
 
     def __init__(self, meter: Meter | None, resting: ProcessMemory | None = None) -> None:
         self._meter, self._resting_before = meter, resting
-        self.seconds = self.cpu_seconds = 0.0
+        self.seconds = self.cpu_seconds = self.others_seconds = 0.0
         self.held_bytes: int | None = None
         self.peak_bytes: int | None = None
         self.resident_bytes = self.anonymous_bytes = 0
@@ -78,11 +81,12 @@ class Watch:
         if self._meter is not None:
             self._meter.reset_peak()
             self.held_bytes = self._meter.live.device_bytes
-        self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
+        self._begun, self._cpu_begun, self._busy_begun = time.perf_counter(), time.process_time(), _busy_seconds()
 
     def end(self) -> None:
         self.seconds = time.perf_counter() - self._begun
         self.cpu_seconds = time.process_time() - self._cpu_begun
+        self.others_seconds = max(0.0, _busy_seconds() - self._busy_begun - self.cpu_seconds)
         if self._meter is not None and self.held_bytes is not None:
             self.peak_bytes = self._meter.peak.device_bytes - self.held_bytes
         self._running = False
@@ -104,6 +108,12 @@ class Watch:
             self._anonymous = max(self._anonymous, now.anonymous_bytes)
             self._resident = max(self._resident, now.resident_bytes)
             time.sleep(SAMPLE_SECONDS)
+
+
+def _busy_seconds() -> float:
+    """What all processes together have had of all processors."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
 
 def run_here(name: str, tokens: int, layers: int, metered: bool) -> Reading:
@@ -132,6 +142,7 @@ def run_here(name: str, tokens: int, layers: int, metered: bool) -> Reading:
         resident_bytes=watch.resident_bytes,
         anonymous_bytes=watch.anonymous_bytes,
         loss=loss,
+        others_seconds=watch.others_seconds,
     )
 
 
