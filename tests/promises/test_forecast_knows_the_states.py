@@ -30,7 +30,8 @@ CASES: list[dict[str, Any]] = [
     {"optimizer": {"name": "came"}, "lora": {"variants": ("dora", "rslora")}},
     {"optimizer": {"states": "rebuilt"}, "lora": {"rank": 64, "modules_to_save": ("lm_head", "norm")}},
     {"model": {"quantize": "nf4"}, "lora": {"variants": ("dora",), "init": "loftq"}},
-    {"model": {"quantize": "int8"}, "lora": {"targets": (r"re:.*layers\.[13]\..*_proj",)}},
+    {"lora": {"targets": (r"re:.*layers\.[13]\..*_proj",)}},
+    {"model": {"quantize": "int8"}},
     {"model": {"quantize": "int8_weight"}, "lora": {"variants": ("fa",)}},
 ]
 

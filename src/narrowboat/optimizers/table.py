@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from narrowboat.machine.extras import require
 from narrowboat.options.schema import OptimizerName, OptimizerOptions
@@ -76,6 +77,10 @@ def _adamw(groups: Groups, s: Settings) -> Optimizer:
 def _torchao(name: str) -> Callable[[Groups, Settings], Optimizer]:
     def make(groups: Groups, s: Settings) -> Optimizer:
         base = getattr(require("torchao.optim", s.option), name)
+        with unset_fake_temporarily():  # tables that it makes at their first use, of values that a forecast lacks
+            for bits in ("8bit", "4bit"):
+                states = require(f"torchao.optim.subclass_{bits}", s.option)
+                states.get_qmap_signed(), states.get_qmap_unsigned()
 
         class OneMap(base):  # type: ignore[misc, valid-type]
             """Its tensors share the table of 256 values, 1 KiB, that each would hold for itself.
