@@ -169,16 +169,23 @@ def _enable_checkpointing(causal: Any) -> None:
     enable({"use_reentrant": False})
 
 
+RECOMPUTE = "recompute"
 PLANS = {
-    "recompute": MemoryPlan(layers="recompute"),
+    RECOMPUTE: MemoryPlan(layers="recompute"),
     "stream": MemoryPlan(layers="stream", tile_tokens=768),
-    "stream, inputs on disk": MemoryPlan(layers="stream", tile_tokens=512, inputs="disk", keep_keys_values=True),
+    "stream, inputs on disk": MemoryPlan(
+        layers="stream", tile_tokens=768, chunk_tokens=128, inputs="disk", keep_keys_values=True
+    ),
+    "stream, inputs and weights on disk": MemoryPlan(
+        layers="stream", tile_tokens=768, chunk_tokens=128, inputs="disk", keep_keys_values=True, weights="disk"
+    ),
 }
 OURS: dict[str, System] = {name: partial(by_hand, plan) for name, plan in PLANS.items()}
+PLAIN, ALST = "plain", "ALST tiling"
 PEERS: dict[str, System] = {
     "Trainer": trainer,
     "TRL": trl,
     "TRL, chunks of 256": partial(trl, chunk_tokens=256),
-    "ALST tiling": alst,
+    ALST: alst,
 }
-SYSTEMS: dict[str, System] = {"plain": partial(by_hand, None), **OURS, **PEERS}
+SYSTEMS: dict[str, System] = {PLAIN: partial(by_hand, None), **OURS, **PEERS}

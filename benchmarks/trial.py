@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -34,11 +30,21 @@ SAMPLE_SECONDS = 0.005
 
 @dataclass
 class Reading:
-    """What one step of one system took. Bytes are above those of weights and process at the step's start."""
+    """What one step of one system took.
+
+    Attributes:
+        held_bytes: weights and optimizer states on the device at the step's start, by the meter.
+        peak_bytes: the most that was held above them.
+        seconds, cpu_seconds: by the wall clock, and by the processor's of all threads.
+        resident_bytes, anonymous_bytes: by how much the process grew, by the operating system; without the pages of
+            mapped files.
+        loss: the step's.
+    """
 
     name: str
     tokens: int
     layers: int
+    held_bytes: int | None
     peak_bytes: int | None
     seconds: float | None
     cpu_seconds: float | None
@@ -53,6 +59,7 @@ class Watch:
     def __init__(self, meter: Meter | None) -> None:
         self._meter = meter
         self.seconds = self.cpu_seconds = 0.0
+        self.held_bytes: int | None = None
         self.peak_bytes: int | None = None
         self.resident_bytes = self.anonymous_bytes = 0
 
@@ -64,14 +71,14 @@ class Watch:
         self._sampler.start()
         if self._meter is not None:
             self._meter.reset_peak()
-            self._before = self._meter.live.device_bytes
+            self.held_bytes = self._meter.live.device_bytes
         self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
         self.seconds = time.perf_counter() - self._begun
         self.cpu_seconds = time.process_time() - self._cpu_begun
-        if self._meter is not None:
-            self.peak_bytes = self._meter.peak.device_bytes - self._before
+        if self._meter is not None and self.held_bytes is not None:
+            self.peak_bytes = self._meter.peak.device_bytes - self.held_bytes
         self._running = False
         self._sampler.join()
         self.anonymous_bytes = self._anonymous - self._resting.anonymous_bytes
@@ -109,50 +116,17 @@ def run_here(name: str, tokens: int, layers: int, metered: bool) -> Reading:
         loss = SYSTEMS[name](model, rows, watch)
     seconds, cpu_seconds = (None, None) if metered else (watch.seconds, watch.cpu_seconds)
     return Reading(
-        name, tokens, layers, watch.peak_bytes, seconds, cpu_seconds, watch.resident_bytes, watch.anonymous_bytes, loss
+        name=name,
+        tokens=tokens,
+        layers=layers,
+        held_bytes=watch.held_bytes,
+        peak_bytes=watch.peak_bytes,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        resident_bytes=watch.resident_bytes,
+        anonymous_bytes=watch.anonymous_bytes,
+        loss=loss,
     )
-
-
-def run_apart(name: str, tokens: int, layers: int, threads: int, metered: bool) -> Reading | str:
-    """The same in a process of its own; the last line of what it said when it fails."""
-    command = [sys.executable, "-m", "benchmarks.trial", name, f"--tokens={tokens}", f"--layers={layers}"]
-    command += [f"--threads={threads}", *(["--metered"] if metered else [])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return f"exit {done.returncode}: {lines[-1] if lines else 'killed'}"
-    return Reading(**json.loads(done.stdout.strip().splitlines()[-1]))
-
-
-def compare(
-    names: Sequence[str], tokens: int, layers: int, threads: int, rounds: int, say: Callable[[str], None]
-) -> list[Reading]:
-    """Bytes of every system once, then seconds: the median of ``rounds``, systems taking turns."""
-    rows: dict[str, Reading] = {}
-    for name in names:
-        reading = run_apart(name, tokens, layers, threads, metered=True)
-        if isinstance(reading, str):
-            say(f"{name}, {tokens:,} tokens: {reading}")
-            continue
-        rows[name] = reading
-    seconds: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(rounds):
-        for name, row in rows.items():
-            reading = run_apart(name, tokens, layers, threads, metered=False)
-            if isinstance(reading, str):
-                say(f"{name}, {tokens:,} tokens: {reading}")
-                continue
-            assert reading.seconds is not None
-            seconds[name].append(reading.seconds)
-            row.resident_bytes, row.anonymous_bytes = reading.resident_bytes, reading.anonymous_bytes
-    for name, row in rows.items():
-        row.seconds = median(seconds[name]) if seconds[name] else None
-        peak = f"{row.peak_bytes / 2**20:,.0f} MiB" if row.peak_bytes is not None else "-"
-        say(
-            f"{name:28} {tokens:7,} tokens  peak {peak:>12}  resident {row.resident_bytes / 2**20:8,.0f} MiB  "
-            f"{row.seconds or 0:7.2f} s  loss {row.loss:.6f}"
-        )
-    return list(rows.values())
 
 
 def main() -> None:

@@ -50,12 +50,13 @@ from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan
-from narrowboat.planner.carried import CarriedWork, choose_carried
-from narrowboat.planner.forecast import Workload
-from narrowboat.planner.search import Search
-from narrowboat.planner.target import limits_here, target_here
+from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
+from narrowboat.planner.search import search_here
+from narrowboat.planner.target import limits_here
 from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
+from narrowboat.train.governor import Governor
 from narrowboat.train.loop import Course, run
+from narrowboat.train.recovery import Recovery
 
 __all__ = ["evaluate", "export", "install", "meter", "train"]
 
@@ -159,7 +160,10 @@ class _Job:
         states = settle_states(options.optimizer, device, self.tell)
         options = self.options = options.model_copy(update={"optimizer": states})
         course = self._course(data)
-        plan = self._choose_plan(config, precision.base.dtype, course, device)
+        governor = self._plan(config, precision.base.dtype, course, device)
+        if found and found[1].plan:
+            governor.begin_with(MemoryPlan(**found[1].plan))
+        (self.folder / PLAN_FILE).write_text(governor.plan.model_dump_json(indent=1), encoding="utf-8")
         position = (
             found[1]
             if found
@@ -174,14 +178,14 @@ class _Job:
             carry = restore(found[0], adapted.model, optimizer)
         carrier = carrier_for(adapted.model, options, data, device, self.tell)
         with ExitStack() as stack:
-            self._gauge = stack.enter_context(Gauge(device, limits_here(options.memory, device).device_bytes))
+            self._gauge = stack.enter_context(Gauge(device, governor.budget_bytes))
             self._gauge.watch_model(adapted.model)
             pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
             engine = stack.enter_context(
                 Engine(
                     adapted.model,
                     optimizer,
-                    plan,
+                    governor.plan,
                     pad_id,
                     options.optimizer.clip_norm,
                     self.tell,
@@ -193,9 +197,8 @@ class _Job:
             if engine.carrying is not None and carry:
                 engine.carrying.load_state_dict(carry)
             checkpoints = self.folder / CHECKPOINTS
-            self._position, self._last_loss = run(
-                engine, course, options, self._gauge, position, checkpoints, self.tell
-            )
+            recovery = Recovery(engine, self._gauge, governor, self.tell)
+            self._position, self._last_loss = run(recovery, course, options, position, checkpoints, self.tell)
         with averaged(optimizer):
             save_adapter(adapted.model, self.folder / ADAPTER)
         return self.end("done")
@@ -228,7 +231,8 @@ class _Job:
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
 
-    def _choose_plan(self, config: object, dtype: torch.dtype, course: Course, device: torch.device) -> MemoryPlan:
+    def _plan(self, config: object, dtype: torch.dtype, course: Course, device: torch.device) -> Governor:
+        """The plan to begin with, and the thriftier ones below it."""
         options, limits = self.options, limits_here(self.options.memory, device)
         trains = [rows for rows in (course.rows, course.heldout) if isinstance(rows, Trains) and len(rows)]
         if trains:
@@ -237,26 +241,24 @@ class _Job:
             total_bytes = device_memory(device).total_bytes
             carried = CarriedWork(config, options, dtype, longest, longest_train, total_bytes)
             plan, reading = choose_carried(carried, limits.device_bytes, options.memory.plan)
-            by_cause = reading.by_cause
+            rungs, by_cause = RUNGS[RUNGS.index(plan) :], reading.by_cause
         else:
             lengths = [int(n) for rows in (course.rows, course.heldout) for n in rows.lengths]
             longest = max(lengths)
-            work = Workload(config, options, dtype, device.type == "cuda")
-            search = Search(work, target_here(device, dtype), options.memory.plan)
+            search = search_here(options, config, dtype, device)
             choice = search.choose(longest, limits)
             choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
-            plan, by_cause = choice.plan, choice.by_cause
-        (self.folder / PLAN_FILE).write_text(plan.model_dump_json(indent=1), encoding="utf-8")
+            rungs, by_cause = search.from_here_down(choice.plan), choice.by_cause
         self.tell(
             PlanChosen(
-                plan=plan.model_dump(),
-                description=plan.describe(),
+                plan=rungs[0].model_dump(),
+                description=rungs[0].describe(),
                 budget_bytes=limits.device_bytes,
                 forecast_bytes=by_cause,
                 longest_tokens=longest,
             )
         )
-        return plan
+        return Governor(rungs, limits.device_bytes, options.memory.high, sum(by_cause.values()))
 
     def _load_model(self, precision: Precision, device: torch.device) -> Adapted:
         model, _ = load_base(self.options.model, precision, device, self.tell)

@@ -179,6 +179,56 @@ def export(
     print(json.dumps(done) if as_json else f"{out}: {format_bytes(done['num_bytes'])}")
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@with_options
+def plan(
+    config: Config = None,
+    *,
+    model: Annotated[str, typer.Option("--model", help="A name of the catalogue, a folder, or owner/model.")] = "",
+    quantize: Annotated[str, typer.Option("--quantize", help="nf4, int8 or int8_weight.", show_default=False)] = "",
+    rank: Annotated[str, typer.Option("--rank", help="Of the adapter.", show_default=False)] = "",
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Of the longest row.")] = None,
+    longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
+    budget: Annotated[str, typer.Option("--budget", help="Of the device: 24GiB.", show_default=False)] = "",
+    host_budget: Annotated[str, typer.Option("--host-budget", help="Of host memory.", show_default=False)] = "",
+    card: Annotated[str, typer.Option("--card", help="A card of the catalogue: rtx-4090.", show_default=False)] = "",
+    probe: Annotated[bool, typer.Option("--probe", help="Take two real steps and read memory and time.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write an interactive page there.")] = None,
+    known: Annotated[bool, typer.Option("--known", help="List the models and cards of the catalogue.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer for machines.")] = False,
+    flags: dict[str, Any],
+) -> None:
+    """Say what fits, before anything is downloaded: with a file, that run here; without one, on a card."""
+    short = {
+        "model.name": model,
+        "model.quantize": quantize,
+        "lora.rank": rank,
+        "memory.budget": budget,
+        "memory.host_budget": host_budget,
+    }
+    chosen = options.load(config, {key: value for key, value in short.items() if value} | flags)
+    from narrowboat import planning
+
+    if known:
+        print("\n".join(planning.known_names()))
+        return
+    here = config is not None or chosen.memory.budget is None or chosen.model.device != "auto"
+    num_tokens = None if longest else tokens or planning.default_tokens(chosen)
+    question = planning.Question(chosen, num_tokens, card, here)
+    sys.exit(planning.run(question, as_json, probe, html))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found for machines.")] = False,
+) -> None:
+    """Measure this machine: memory, rates and margins; plans made here use them."""
+    from narrowboat import doctor as examining
+
+    found = examining.examine()
+    print(json.dumps(found) if as_json else "\n".join(examining.lines(found)))
+
+
 @app.command("eval")
 def evaluate(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],

@@ -86,6 +86,16 @@ def test_who_is_chosen() -> None:
     assert isinstance(kernel_for(q, v[..., :8], Scores(1.0)), Blocks)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flash_on_cuda_is_called_as_pytorch_declares_it(shape: str) -> None:
+    """Without a card the operators' declarations and shapes can be checked, on tensors without bytes."""
+    sight, num_queries, num_keys, window = SHAPES[shape]
+    q, k, v, grad = make(num_queries, num_keys, "meta", torch.bfloat16)
+    out, lse = FlashCUDA().forward(q, k, v, sight, Scores(0.3, window=window))
+    grads = FlashCUDA().backward(grad, q, k, v, out, lse, sight, Scores(0.3, window=window))
+    assert [t.shape for t in (out, lse, *grads)] == [q.shape, q.shape[:3], q.shape, k.shape, v.shape]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from narrowboat.errors import ModelError
 from narrowboat.memory.install import install
 from narrowboat.memory.meter import Meter
 from narrowboat.plan import MemoryPlan
-from tests.memory.families import adapted, difference, gradients, tiny, token_ids
+from tests.memory.families import LINEAR, adapted, difference, gradients, tiny, token_ids
 
 
 def step(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -133,3 +134,45 @@ def test_what_holds_on_to_weights_is_refused() -> None:
             install(model, wrong)
     with install(model, plan("host")), pytest.raises(ModelError, match="give the model labels"):
         model(input_ids=ids)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("weights", ["host", "disk"])
+@pytest.mark.filterwarnings("ignore")
+def test_packed_weights_travel_with_their_scales(device: str, weights: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    tiny("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
+    )
+    base = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=nf4, device_map=device, dtype=torch.float32)
+    lora = LoraConfig(r=3, target_modules=list(LINEAR), init_lora_weights=False)
+    model, ids = get_peft_model(base, lora).train(), token_ids(1, 21).to(device)
+    with install(model, plan("device")):
+        truth = step(model, ids)
+    scales = [p.quant_state.absmax for p in model.parameters() if hasattr(p, "quant_state")]
+    with install(model, plan(weights)):
+        for _ in range(2):
+            assert difference(step(model, ids), truth) < 1e-5
+        moved = [p.quant_state.absmax for p in model.parameters() if hasattr(p, "quant_state")]
+        assert len(moved) == 21
+        assert all(now.data_ptr() != then.data_ptr() for now, then in zip(moved, scales, strict=True))
+    assert difference(step(model, ids), truth) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("weights", ["host", "disk"])
+def test_weights_at_rest_leave_the_card(weights: str) -> None:
+    model = adapted("llama", num_hidden_layers=8, intermediate_size=4000).to("cuda").bfloat16()
+    ids = token_ids(1, 64).to("cuda")
+    with install(model, plan("device")):
+        truth = step(model, ids)
+    weight_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    with install(model, plan(weights)):
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.memory_allocated() < weight_bytes // 4
+        assert difference(step(model, ids), truth) < 0.02
+        assert torch.cuda.max_memory_allocated() < weight_bytes // 2

@@ -147,6 +147,14 @@ class Carrying:
         carries = [Carry.from_state(carry, self._device) for carry in state["carries"]]
         self._document, self._open = state["document"], {carry.num_segments: carry for carry in carries}
 
+    def mark(self) -> tuple[int, dict[int, Carry]]:
+        """Where it is, for ``go_back``."""
+        return self._document, dict(self._open)
+
+    def go_back(self, mark: tuple[int, dict[int, Carry]]) -> None:
+        """Be where ``mark`` was taken."""
+        self._document, self._open = mark
+
     def _start(self, train: Train) -> Carry:
         if train.segment == 0:
             return self.carrier.start()

@@ -9,8 +9,9 @@ micro-batches: 4.0 on one token and 1.0 on three give 1.75, not 2.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from narrowboat.data.examples import IGNORED, Row
 from narrowboat.data.trains import Train
 from narrowboat.engine.carrying import Carrying, Stretch
 from narrowboat.engine.scaling import LossScale
+from narrowboat.engine.undo import Undo
 from narrowboat.events import Notice, Tell
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.carry.handover import Handover
@@ -94,6 +96,7 @@ class Engine:
         self._installed.scheme = scheme
         self.carrying = None if carrier is None else Carrying(carrier, self.device)
         self._states_are_told = False
+        self._undo: Undo | None = None
         if isinstance(optimizer, HostStates):
             optimizer.resting = lambda: cause(OPTIMIZER_STATES, "host")
         if isinstance(optimizer, DuringBackward):
@@ -117,24 +120,40 @@ class Engine:
         """Go on under another plan, between two steps or after one that failed; the result stays the same."""
         self._installed.replan(plan)
 
-    def step(self, rows: Sequence[Row], learning_rate: float, seed: int) -> Outcome:
-        """One optimizer step over the step batch ``rows``; without a finite gradient it changes nothing.
+    def step(
+        self, rows: Sequence[Row], learning_rate: float, seed: int, after_micro_batch: Callable[[], None] | None = None
+    ) -> Outcome:
+        """One optimizer step over the step batch ``rows``.
+
+        Without a finite gradient it changes nothing, nor does it when it fails: weights, states, loss scale and carry
+        are then what they were, and there are no gradients.
 
         Args:
             rows: the step batch.
             learning_rate: of this step.
             seed: of this step's dropout; with it, a row draws the same numbers under every plan.
+            after_micro_batch: called after each backward; may change the plan for what follows.
         """
+        assert self.optimizer is not None
+        with self._unchanged_if_it_fails():
+            return self._step(rows, learning_rate, seed, after_micro_batch)
+
+    def _step(
+        self, rows: Sequence[Row], learning_rate: float, seed: int, after_micro_batch: Callable[[], None] | None
+    ) -> Outcome:
         assert self.optimizer is not None
         self.model.train()
         driving.set_rate(self.optimizer, learning_rate)
-        loss, num_micro_batches = self._gradients(rows, seed)
+        if isinstance(self.optimizer, DuringBackward):
+            self._undo = Undo(self._trainable, self.optimizer)
+        loss, num_micro_batches = self._gradients(rows, seed, after_micro_batch)
         scale = self._scale_value
         norm = self.optimizer.norm() if isinstance(self.optimizer, DuringBackward) else self._examine()
         is_finite = is_fake(norm) or bool(torch.isfinite(norm) & torch.isfinite(loss))
         if is_finite:
             if not isinstance(self.optimizer, DuringBackward):
                 self._unscale(norm)
+                self._undo = Undo(self._trainable, self.optimizer)
             with cause(OPTIMIZER_STATES):
                 driving.step(self.optimizer, lambda: self._gradients_again(rows, seed))
         if self.scale is not None:
@@ -157,7 +176,7 @@ class Engine:
         """Summed loss in nats and number of supervised tokens; ``rows`` go through as the plan's micro-batches."""
         self.model.eval()
         total, num_supervised = 0.0, 0
-        with driving.averaged(self.optimizer):
+        with self._unchanged_if_it_fails(), driving.averaged(self.optimizer):
             if self.carrying is not None:
                 loss_of = partial(self._segment_loss, num_items=1, seed=0)
                 losses = [loss for row in rows for loss in self.carrying.evaluate(_as_train(row), loss_of)]
@@ -202,12 +221,34 @@ class Engine:
         self._gradients(rows, seed)
         self._unscale(None)
 
+    @contextmanager
+    def _unchanged_if_it_fails(self) -> Iterator[None]:
+        mark = None if self.carrying is None else self.carrying.mark()
+        scale = None if self.scale is None else replace(self.scale)
+        try:
+            yield
+        except BaseException:
+            if self._undo is not None:
+                self._undo.take_back()
+            if isinstance(self.optimizer, DuringBackward):
+                self.optimizer.norm()  # of gradients that never were
+            if self.carrying is not None and mark is not None:
+                self.carrying.go_back(mark)
+            if self.scale is not None and scale is not None:
+                self.scale.value, self.scale.num_good = scale.value, scale.num_good
+            self.forget()
+            raise
+        finally:
+            self._undo = None
+
     def forget(self) -> None:
         """Drop the gradients of a step that failed."""
         for parameter in self._trainable:
             parameter.grad = None
 
-    def _gradients(self, rows: Sequence[Row], seed: int) -> tuple[torch.Tensor, int]:
+    def _gradients(
+        self, rows: Sequence[Row], seed: int, after_micro_batch: Callable[[], None] | None = None
+    ) -> tuple[torch.Tensor, int]:
         """The step batch's loss and number of micro-batches; its gradients, scaled, are in the parameters' ``grad``."""
         num_supervised = max(1, sum(row.num_supervised for row in rows))
         num_parts = self._num_parts(rows)
@@ -223,6 +264,8 @@ class Engine:
             elif is_fake(loss) or torch.isfinite(loss):
                 with self.optimizer.armed():
                     part.backward()
+            if after_micro_batch is not None:
+                after_micro_batch()
         return loss, num_parts
 
     def _num_parts(self, rows: Sequence[Row]) -> int:

@@ -53,6 +53,10 @@ class Gauge:
         self._highest = max(self._highest, peak)
         return peak
 
+    def by_cause(self) -> dict[str, int]:
+        """What the peak was made of, largest first; empty on a card, whose allocator knows no causes."""
+        return {} if self._meter is None else self._meter.peak.by_cause
+
     def reset_peak(self) -> None:
         """Let the peak begin anew."""
         self.peak_bytes()

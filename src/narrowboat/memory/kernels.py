@@ -60,7 +60,8 @@ def kernel_for(q: torch.Tensor, v: torch.Tensor, scores: Scores) -> Kernel:
     if scores.softcap is None and same_size:
         if q.device.type == "cpu":
             return FlashCPU()
-        if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
+        fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+        if q.device.type == "cuda" and fits:
             return FlashCUDA()
     return Blocks()
 
@@ -137,10 +138,10 @@ class FlashCUDA:
     ) -> Gradients:
         """See ``Kernel``."""
         grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
-        no_random = torch.zeros(2, dtype=torch.int64, device=q.device)  # dropout is 0, so these are not read
+        random = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout is 0, so it is not read
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, sight is not Sight.ALL,
-            no_random, no_random, scale=scores.scale, **self._window(sight, scores),
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, sight is not Sight.ALL,
+            random, random[0], scale=scores.scale, **self._window(sight, scores),
         )  # fmt: skip
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 

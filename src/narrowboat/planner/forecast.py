@@ -26,7 +26,7 @@ from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan, Place
 from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Work
 from narrowboat.planner.rehearsal import Part, Rehearsal, Trace, cut_to
-from narrowboat.planner.sample import Sample, sample_layers
+from narrowboat.planner.sample import Sample, sample_layers, whole_sample
 
 WHOLE_UNIT = 512
 """Tokens between two rehearsed lengths of a plan without tiles."""
@@ -82,13 +82,25 @@ class Forecaster:
         self._rehearsals: dict[tuple[int, ...], Rehearsal] = {}
         self._traces: dict[Any, Trace] = {}
 
-    def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1) -> Forecast:
-        """The peak of a step in the middle of a run, optimizer states and gradients there."""
+    def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, in_full: bool = False) -> Forecast:
+        """The peak of a step in the middle of a run, optimizer states and gradients there.
+
+        Args:
+            plan: what the step does.
+            num_tokens: of each row.
+            num_rows: that go together.
+            in_full: rehearse every layer over the whole row instead of carrying on: slow, and the same.
+        """
         if self.work.on_card and plan.weights == "disk":  # they come by copies, as from host memory
             from_host = self.forecast(plan.model_copy(update={"weights": "host"}), num_tokens, num_rows)
             resting = from_host.weights_away_bytes
             host, disk = from_host.host_bytes - resting, from_host.disk_bytes + resting
             return replace(from_host, plan=plan, host_bytes=host, disk_bytes=disk)
+        if in_full:
+            everything = whole_sample(len(self._layers), plan)
+            return _Whole(self._trace(everything, num_rows, num_tokens), everything).forecast(
+                plan, num_rows, num_tokens
+            )
         sample = sample_layers(self._layers, plan, self._adapters)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
         windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]

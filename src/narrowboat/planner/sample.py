@@ -61,6 +61,12 @@ def sample_layers(layers: Sequence[DecoderLayer], plan: MemoryPlan, adapters: Se
     )
 
 
+def whole_sample(num_layers: int, plan: MemoryPlan) -> Sample:
+    """All layers, each for itself."""
+    labels = tuple((i,) for i in range(num_layers))
+    return Sample(tuple(range(num_layers)), plan, labels, labels)
+
+
 def _first_of_their_kinds(wanted: Sequence[int], kinds: Sequence[int]) -> tuple[int, ...]:
     """Layers of the kinds ``wanted``, whichever come first, so that other plans may share their rehearsal."""
     waiting = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in set(wanted)}

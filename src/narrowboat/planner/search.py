@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from narrowboat.errors import BudgetError
+from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.cost import seconds
 from narrowboat.planner.forecast import Forecast, Forecaster, Workload
 from narrowboat.planner.ladder import Wanted, ladder
-from narrowboat.planner.target import Limits, Target
+from narrowboat.planner.target import Limits, Target, target_here
 from narrowboat.units import format_bytes
 
 LOOK_AHEAD = 1
@@ -59,6 +63,12 @@ class Search:
                 fitting = [found, *(other for other in near if limits.allow(other))]
                 return min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.seconds or 0)
         raise BudgetError(self._refusal(found, limits))
+
+    def from_here_down(self, plan: MemoryPlan) -> tuple[MemoryPlan, ...]:
+        """``plan``, which was chosen from the ladder, and the rungs below it."""
+        plain = plan.model_copy(update={"num_kept_layers": 0, "micro_batch_tokens": self.rungs[0].micro_batch_tokens})
+        below = self.rungs[self.rungs.index(plain) + (plan.num_kept_layers == 0) :]
+        return (plan, *below)
 
     def longest(self, limits: Limits) -> Forecast:
         """The longest row that fits, and the fastest plan for it.
@@ -150,3 +160,9 @@ def largest(limit: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def search_here(options: Options, config: Any, dtype: torch.dtype, device: torch.device) -> Search:
+    """Plans for a run with ``options`` on this machine."""
+    work = Workload(config, options, dtype, device.type == "cuda")
+    return Search(work, target_here(device, dtype), options.memory.plan)

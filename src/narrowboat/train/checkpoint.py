@@ -96,6 +96,8 @@ def save_checkpoint(
             shutil.rmtree(final)
         os.replace(draft, final)
         _to_disk(folder)
+    except torch.OutOfMemoryError:  # whoever called may try again
+        raise
     except (OSError, RuntimeError, CheckpointError) as error:  # torch.save raises RuntimeError on a full disk
         raise CheckpointError(
             f"{final}: not saved: {error}. It takes about {format_bytes(_num_bytes(model, states))}, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from narrowboat.data.batches import StepSchedule
@@ -16,11 +17,11 @@ from narrowboat.data.trains import TrainSchedule
 from narrowboat.engine.engine import Engine, Outcome
 from narrowboat.errors import Interrupted, ModelError
 from narrowboat.events import CheckpointSaved, Evaluated, StepDone, Tell
-from narrowboat.memory.gauge import Gauge
 from narrowboat.model.adapters import idle_adapters
 from narrowboat.optimizers.schedule import learning_rate
 from narrowboat.options.schema import Options
 from narrowboat.train.checkpoint import Position, save_checkpoint
+from narrowboat.train.recovery import Recovery
 from narrowboat.train.signals import StopRequest
 from narrowboat.train.skipping import after_bad_step
 
@@ -39,15 +40,14 @@ class Course:
 
 
 def run(
-    engine: Engine, course: Course, options: Options, gauge: Gauge, position: Position, folder: Path, tell: Tell
+    recovery: Recovery, course: Course, options: Options, position: Position, folder: Path, tell: Tell
 ) -> tuple[Position, float | None]:
     """Go from ``position`` to the last step; the position then, and the last held-out loss.
 
     Args:
-        engine: entered, with an optimizer.
+        recovery: with an engine that is entered and has an optimizer, and a gauge that is entered.
         course: the data.
         options: the run's.
-        gauge: entered.
         position: where to begin; all zero for a new run.
         folder: for the checkpoints.
         tell: hears what happens.
@@ -55,48 +55,51 @@ def run(
     Raises:
         Interrupted: after a signal, when the step in progress is saved.
         ModelError: when an adapter did not move in the first step, or too many steps in a row were skipped.
+        OutOfMemory: under the thriftiest plan.
     """
-    train = options.train
+    train, engine = options.train, recovery.engine
     if engine.scale is not None and position.scale:
         engine.scale.value, engine.scale.num_good = position.scale["value"], int(position.scale["num_good"])
     last_loss: float | None = None
     with StopRequest() as stop:
         if position.step == 0:
-            last_loss = _evaluate(engine, course, position.step, tell)
+            last_loss = _evaluate(recovery, course, position.step, tell)
             position = replace(position, first_heldout_loss=last_loss)
         while position.step < course.num_steps and not stop.received:
             num_done = position.step
-            position = _step(engine, course, options, gauge, position, tell)
+            position = _step(recovery, course, options, position, tell)
             if position.step == num_done:
                 continue
             step, is_last = position.step, position.step == course.num_steps
             if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
-                last_loss = _evaluate(engine, course, step, tell)
+                last_loss = _evaluate(recovery, course, step, tell)
             if is_last or (train.save_every and step % train.save_every == 0):
-                _save(engine, position, folder, options, tell)
+                _save(recovery, position, folder, options, tell)
         if position.step < course.num_steps:
-            raise Interrupted(stop.received, _save(engine, position, folder, options, tell).folder)
+            raise Interrupted(stop.received, _save(recovery, position, folder, options, tell).folder)
     return position, last_loss
 
 
-def _step(engine: Engine, course: Course, options: Options, gauge: Gauge, position: Position, tell: Tell) -> Position:
-    step = position.step + 1
+def _step(recovery: Recovery, course: Course, options: Options, position: Position, tell: Tell) -> Position:
+    engine, gauge, step = recovery.engine, recovery.gauge, position.step + 1
     began = time.monotonic()
     gauge.reset_peak()
     rows = [course.rows[i] for i in course.schedule[position.step + position.num_passed_over]]
     rate = learning_rate(options.optimizer, step, course.num_steps)
-    outcome = engine.step(rows, rate, seed=_step_seed(options.train.seed, step))
+    seed = _step_seed(options.train.seed, step)
+    read = None if engine.carrying else partial(recovery.after_micro_batch, rows, step)
+    outcome = recovery.run(partial(engine.step, rows, rate, seed, read), rows, step)
     if outcome.was_skipped:
         return after_bad_step(engine, outcome, position, options.optimizer.max_skipped, tell)
-    loss = float(outcome.loss)
-    _check(engine, outcome, step, rate)
+    loss, norm = recovery.run(lambda: (float(outcome.loss), float(outcome.gradient_norm)), rows, step)
+    recovery.run(partial(_check, engine, outcome, step, rate), rows, step)
     tell(
         StepDone(
             step=step,
             num_steps=course.num_steps,
             loss=loss,
             learning_rate=rate,
-            gradient_norm=float(outcome.gradient_norm),
+            gradient_norm=norm,
             num_tokens=outcome.num_tokens,
             num_supervised_tokens=outcome.num_supervised,
             num_micro_batches=outcome.num_micro_batches,
@@ -106,6 +109,7 @@ def _step(engine: Engine, course: Course, options: Options, gauge: Gauge, positi
             num_skipped=position.num_skipped,
         )
     )
+    recovery.after_step(step)
     return replace(
         position,
         step=step,
@@ -122,14 +126,15 @@ def _check(engine: Engine, outcome: Outcome, step: int, rate: float) -> None:
         )
 
 
-def _evaluate(engine: Engine, course: Course, step: int, tell: Tell) -> float | None:
+def _evaluate(recovery: Recovery, course: Course, step: int, tell: Tell) -> float | None:
     if not len(course.heldout):
         return None
     began = time.monotonic()
     total, num_supervised = 0.0, 0
     for start in range(0, len(course.heldout), EVALUATED_ROWS):
         numbers = range(start, min(start + EVALUATED_ROWS, len(course.heldout)))
-        loss, num = engine.evaluate([course.heldout[i] for i in numbers])
+        rows = [course.heldout[i] for i in numbers]
+        loss, num = recovery.run(partial(recovery.engine.evaluate, rows), rows, step)
         total, num_supervised = total + loss, num_supervised + num
     if not num_supervised:
         return None
@@ -137,12 +142,14 @@ def _evaluate(engine: Engine, course: Course, step: int, tell: Tell) -> float | 
     return total / num_supervised
 
 
-def _save(engine: Engine, position: Position, folder: Path, options: Options, tell: Tell) -> CheckpointSaved:
+def _save(recovery: Recovery, position: Position, folder: Path, options: Options, tell: Tell) -> CheckpointSaved:
+    engine = recovery.engine
     assert engine.optimizer is not None
     if engine.scale is not None:
         position = replace(position, scale={"value": engine.scale.value, "num_good": engine.scale.num_good})
-    carry = None if engine.carrying is None else engine.carrying.state_dict()
-    saved = save_checkpoint(folder, position, engine.model, engine.optimizer, options.train.keep_checkpoints, carry)
+    carry, keep = None if engine.carrying is None else engine.carrying.state_dict(), options.train.keep_checkpoints
+    save = partial(save_checkpoint, folder, position, engine.model, engine.optimizer, keep, carry)
+    saved = recovery.run(save, [], position.step)
     tell(saved)
     return saved
 

@@ -1,0 +1,16 @@
+"""Against the tools people use: transformers' Trainer, TRL's SFTTrainer, DeepSpeed's ALST tiling.
+
+    python -m benchmarks.peers --tokens 4096 8192 16384 --layers 10 --threads 2 --plot benchmarks/results/peers.svg
+
+The same model, adapter and tokens as in ``benchmarks.memory``; each tool with its best memory settings. ALST is left
+out where DeepSpeed is not installed.
+"""
+
+from importlib.util import find_spec
+
+from benchmarks.compare import run
+from benchmarks.systems import ALST, OURS, PEERS
+
+if __name__ == "__main__":
+    peers = [name for name in PEERS if name != ALST or find_spec("deepspeed")]
+    run(__doc__, [*OURS, *peers], "TRL")

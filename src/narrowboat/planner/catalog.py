@@ -1,0 +1,106 @@
+"""The catalogue: shapes of well-known models and the memory of well-known cards, so that planning needs no download.
+
+The data lie in ``catalog.toml``. A model is found by its short name (``llama-3.1-8b``) or by that of its repository,
+with or without ``-instruct`` and the like (``meta-llama/Llama-3.1-8B-Instruct``).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from transformers import AutoConfig
+
+from narrowboat.errors import OptionError, did_you_mean
+from narrowboat.machine.profile import CARD_MARGIN, Rates
+from narrowboat.planner.target import Target
+from narrowboat.units import MIB
+
+REACHED = 0.5
+"""What a run reaches of a card's published peaks."""
+
+HOST_BYTES, DISK_BYTES, CALL_SECONDS = 12e9, 1.5e9, 8e-6
+"""Of a machine that is not here: a PCIe 4 slot in use, a solid-state disk, a kernel's launch from Python."""
+
+_VARIANTS = ("-instruct", "-it", "-chat", "-base", "-hf", "-pt", "-2507", "-2407", "-2501")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card as its data sheet has it."""
+
+    name: str
+    memory_bytes: int
+    tflops: float
+    bandwidth_gbs: float
+
+    @property
+    def target(self) -> Target:
+        """What is planned for: half of the published peaks, and a usual margin."""
+        products = REACHED * self.tflops * 1e12
+        rates = Rates(
+            products=products,
+            attention=0.8 * products,
+            moved_bytes=REACHED * self.bandwidth_gbs * 1e9,
+            call_seconds=CALL_SECONDS,
+            host_bytes=HOST_BYTES,
+            disk_bytes=DISK_BYTES,
+        )
+        return Target(True, CARD_MARGIN, rates)
+
+
+def model_names() -> list[str]:
+    """All models of the catalogue."""
+    return list(_data()["models"])
+
+
+def card_names() -> list[str]:
+    """All cards of the catalogue."""
+    return list(_data()["cards"])
+
+
+def model_config(name: str) -> Any | None:
+    """The configuration of the model ``name``, or None where the catalogue does not have it."""
+    key = _key(name)
+    for known, fields in _data()["models"].items():
+        if key in (known, _key(fields["source"])):
+            shapes = {field: value for field, value in fields.items() if field not in ("source", "num_parameters")}
+            if shapes.get("sliding_window") == 0:  # TOML has no null
+                shapes["sliding_window"] = None
+            return AutoConfig.for_model(**shapes)
+    return None
+
+
+def num_parameters(name: str) -> int | None:
+    """The published number of parameters, where there is one."""
+    return _data()["models"][name].get("num_parameters")
+
+
+def card(name: str) -> Card:
+    """The card ``name``: ``rtx-4090``, ``RTX 4090`` and ``NVIDIA GeForce RTX 4090`` are the same.
+
+    Raises:
+        OptionError: with near names.
+    """
+    key = name.lower().replace("nvidia", "").replace("geforce", "").strip().replace(" ", "-").replace("_", "-")
+    if key not in _data()["cards"]:
+        known = did_you_mean(key, card_names()) or f"; known are {', '.join(card_names())}"
+        raise OptionError(f"card {name!r} is not in the catalogue{known}. --budget 24GiB names any size.")
+    fields = _data()["cards"][key]
+    return Card(key, fields["memory_mib"] * MIB, fields["tflops"], fields["bandwidth_gbs"])
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return tomllib.loads(files("narrowboat.planner").joinpath("catalog.toml").read_text(encoding="utf-8"))
+
+
+def _key(name: str) -> str:
+    """``Llama-3.1-8B-Instruct`` and ``meta-llama/llama-3.1-8b`` are one."""
+    key = name.split(",")[0].rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    for variant in _VARIANTS:
+        key = key.removesuffix(variant)
+    return key

@@ -1,0 +1,268 @@
+"""What fits? ``plan_for`` puts catalogue, search and machine together; nothing is downloaded for a known model.
+
+With a configuration file it plans that run on this machine; without one, for a card: one of the catalogue, or any of
+which ``memory.budget`` bytes may be used.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from narrowboat.data.examples import Row
+from narrowboat.engine.engine import Engine
+from narrowboat.errors import BudgetError, ModelError, OptionError, did_you_mean
+from narrowboat.events import Event, Notice, Tell
+from narrowboat.machine.hardware import pick_device
+from narrowboat.machine.precision import choose_precision
+from narrowboat.machine.profile import CARD_MARGIN
+from narrowboat.memory.gauge import Gauge
+from narrowboat.model.adapters import adapt
+from narrowboat.model.base import hush_transformers, load_base, load_config
+from narrowboat.optimizers.build import build_optimizer
+from narrowboat.options.schema import Options
+from narrowboat.planner import catalog
+from narrowboat.planner.answer import Answer, answer
+from narrowboat.planner.forecast import Forecast, Workload
+from narrowboat.planner.page import write_page
+from narrowboat.planner.search import Search
+from narrowboat.planner.show import show
+from narrowboat.planner.target import Limits, Target, limits_here, target_here
+from narrowboat.units import GIB, MIB, format_bytes, format_seconds
+
+HOST_BUDGET = 64 * GIB
+"""Of host memory beside a card that is not here."""
+
+AUTO_RANK = 16
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        options: model, adapter, optimizer, budgets.
+        num_tokens: of the longest row; None for the longest that fits.
+        card: a name from the catalogue, or empty.
+        here: whether it is about this machine, where no card is named.
+    """
+
+    options: Options
+    num_tokens: int | None
+    card: str = ""
+    here: bool = True
+
+
+def plan_for(question: Question, tell: Tell = lambda event: None, with_lengths: bool = False) -> Answer:
+    """The answer to ``question``.
+
+    Raises:
+        OptionError: the model or card is unknown.
+        ModelError: the model's configuration cannot be used.
+        BudgetError: a budget is above the machine or card.
+    """
+    search, limits = search_for(question, tell)
+    found = answer(search, limits, question.num_tokens, lambda options: _search(search, options), with_lengths)
+    return Answer(found.best, found.alternatives, found.lengths, limits, found.notes + _notes(question))
+
+
+def run(question: Question, as_json: bool, with_probe: bool, html: Path | None) -> int:
+    """Answer on standard output, as ``narrowboat plan`` does; its exit code."""
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Notice):
+            print(event.text, file=sys.stderr)
+
+    found = plan_for(question, tell, with_lengths=not as_json)
+    if html is not None:
+        tokens = found.best.forecast.num_tokens
+        write_page(search_for(question, tell)[0], found.limits, tokens, _title(question), html)
+    if as_json:
+        for note in found.notes:
+            print(note, file=sys.stderr)
+        print(json.dumps(found.as_dict()))
+    else:
+        show(found, _title(question), Console())
+    if with_probe and found.best.fits:
+        read = probe(question, tell)
+        print(json.dumps(read.as_dict()) if as_json else "\n".join(read.lines()))
+    return 0 if found.best.fits else BudgetError.exit_code
+
+
+def known_names() -> list[str]:
+    """Models and cards of the catalogue, for people."""
+    return [
+        "Models:",
+        *(f"  {name}" for name in catalog.model_names()),
+        "Cards:",
+        *map(_card_line, catalog.card_names()),
+    ]
+
+
+def search_for(question: Question, tell: Tell = lambda event: None) -> tuple[Search, Limits]:
+    """Plans for the question's model on its machine, and what may be taken there."""
+    hush_transformers()
+    options = _with_number_for_rank(question.options)
+    config = _config(options.model.name, tell)
+    if question.card or not question.here:
+        target, limits = _card(question)
+        dtype = torch.bfloat16 if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
+    else:
+        device = pick_device(options.model.device)
+        dtype = choose_precision(options.model.dtype, device, options.model.quantize).base.dtype
+        target, limits = target_here(device, dtype), limits_here(options.memory, device)
+    return Search(Workload(config, options, dtype, target.on_card), target, options.memory.plan), limits
+
+
+def default_tokens(options: Options, tell: Tell = lambda event: None) -> int:
+    """The longest row that a run with ``options`` may have, as far as that is known before data are read."""
+    positions = getattr(_config(options.model.name, tell).get_text_config(), "max_position_embeddings", None)
+    return options.data.max_tokens or positions or 4096
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A forecast beside what was read."""
+
+    forecast: Forecast
+    device_bytes: int
+    by_cause: dict[str, int]
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """For people."""
+        off = self.forecast.device_bytes / self.device_bytes - 1
+        foreseen = "" if self.forecast.seconds is None else f", forecast {format_seconds(self.forecast.seconds)}"
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.by_cause.items())
+        return [
+            f"Probe: read {format_bytes(self.device_bytes)}, forecast {format_bytes(self.forecast.device_bytes)} "
+            f"({off:+.1%}); a step took {format_seconds(self.seconds)}{foreseen}",
+            *([f"Read: {parts}"] if parts else []),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "tokens": self.forecast.num_tokens,
+            "forecast_bytes": self.forecast.device_bytes,
+            "reading_bytes": self.device_bytes,
+            "by_cause": self.by_cause,
+            "forecast_seconds": self.forecast.seconds,
+            "seconds": self.seconds,
+        }
+
+
+def probe(question: Question, tell: Tell = lambda event: None) -> Probe:
+    """Two real steps over a row of random tokens under the plan that was chosen; the second one is read.
+
+    Raises:
+        BudgetError: no plan fits.
+    """
+    search, limits = search_for(question, tell)
+    chosen = search.longest(limits) if question.num_tokens is None else search.choose(question.num_tokens, limits)
+    options = search.work.options
+    device = pick_device(options.model.device)
+    precision = choose_precision(options.model.dtype, device, options.model.quantize)
+    base, _ = load_base(options.model, precision, device, tell)
+    model = adapt(base, options.lora, tell).model
+    optimizer = build_optimizer(options.optimizer, model.named_parameters(), tell)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = np.random.default_rng(0).integers(0, vocabulary, chosen.num_tokens, dtype=np.int32)
+    rows = [Row(ids, ids, (chosen.num_tokens,))]
+    with Gauge(device, limits.device_bytes) as gauge:
+        gauge.watch_model(model)
+        with Engine(model, optimizer, chosen.plan, 0, options.optimizer.clip_norm, tell) as engine:
+            engine.step(rows, options.optimizer.lr, seed=0)
+            gauge.reset_peak()
+            began = time.monotonic()
+            float(engine.step(rows, options.optimizer.lr, seed=1).loss)
+            seconds = time.monotonic() - began
+            return Probe(chosen, gauge.peak_bytes(), gauge.by_cause(), seconds)
+
+
+def _search(search: Search, options: Options) -> Search:
+    work = search.work
+    return Search(Workload(work.config, options, work.dtype, work.on_card), search.target, options.memory.plan)
+
+
+def _with_number_for_rank(options: Options) -> Options:
+    if options.lora.rank != "auto":
+        return options
+    return options.model_copy(update={"lora": options.lora.model_copy(update={"rank": AUTO_RANK})})
+
+
+def _config(name: str, tell: Tell) -> Any:
+    """The configuration of a folder, of a model of the catalogue, or from the hub."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        config = load_config(name, tell)
+        _refuse_without_shape(folder, config)
+        return config
+    known = catalog.model_config(name)
+    if known is not None:
+        return known
+    if "/" not in name:
+        near = did_you_mean(name.lower(), catalog.model_names())
+        raise OptionError(
+            f"model {name!r} is no folder here and not in the catalogue of {len(catalog.model_names())} models"
+            f"{near or '; narrowboat plan --known lists them'}. owner/model names one of the hub."
+        )
+    return load_config(name, tell)
+
+
+def _refuse_without_shape(folder: Path, config: Any) -> None:
+    """Transformers would take its own defaults for what is missing: those of another model."""
+    stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get_text_config()
+    if text is not config:
+        stated |= stated.get("text_config") or stated.get("llm_config") or {}
+    missing = [name for name in NEEDED if not {name, text.attribute_map.get(name, name)} & stated.keys()]
+    if missing:
+        raise ModelError(f"{folder / 'config.json'}: without {', '.join(missing)} the model's size is not known")
+
+
+def _title(question: Question) -> str:
+    options = question.options
+    quantized = "" if options.model.quantize == "none" else f", {options.model.quantize}"
+    where = question.card or ("this machine" if question.here else "a card")
+    return f"{options.model.name}{quantized}, rank {options.lora.rank}, on {where}"
+
+
+def _card_line(name: str) -> str:
+    return f"  {name:20} {format_bytes(catalog.card(name).memory_bytes)}"
+
+
+def _card(question: Question) -> tuple[Target, Limits]:
+    """A card that need not be here."""
+    memory = question.options.memory
+    host_bytes = memory.host_budget or HOST_BUDGET
+    if question.card:
+        card = catalog.card(question.card)
+        if memory.budget and memory.budget > card.memory_bytes:
+            raise BudgetError(
+                f"memory.budget is {format_bytes(memory.budget)}; the card {card.name} has "
+                f"{format_bytes(card.memory_bytes)}."
+            )
+        return card.target, Limits(memory.budget or card.memory_bytes, host_bytes)
+    if memory.budget is None:
+        raise OptionError("whose memory? Name a --card (such as rtx-4090), a --budget (such as 24GiB), or a run's file")
+    return Target(True, CARD_MARGIN), Limits(memory.budget, host_bytes)
+
+
+def _notes(question: Question) -> list[str]:
+    budget = question.options.memory.budget
+    if budget and budget % MIB and budget % 10**6 == 0:
+        return [
+            f"A budget of {budget / 10**9:g}GB is {format_bytes(budget)}; the memory of cards is counted in GiB "
+            f"({round(budget / 10**9)}GiB would be {format_bytes(round(budget / 10**9) * GIB)})."
+        ]
+    return []

@@ -1,0 +1,78 @@
+"""The plan's page in a real browser: sliders by keyboard, on a desk and on a phone, without a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowboat.options.schema import LoraOptions, Options
+from narrowboat.planner import catalog
+from narrowboat.planner.forecast import Workload
+from narrowboat.planner.page import LENGTHS, page_data, write_page
+from narrowboat.planner.search import Search
+from narrowboat.planner.target import Limits
+from narrowboat.units import GIB
+from tests.planner import browser
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    work = Workload(catalog.model_config("smollm2-135m"), Options(lora=LoraOptions(rank=16)), torch.bfloat16, True)
+    return Search(work, catalog.card("rtx-3060").target, "recompute")  # two rungs: enough for a page
+
+
+@pytest.fixture(scope="module")
+def page(search: Search, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    write_page(search, Limits(12 * GIB, 64 * GIB), 4096, "smollm2 <135m>", path)
+    return path
+
+
+def test_it_needs_no_network_and_escapes_its_title(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "smollm2 &lt;135m&gt;" in text
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)|https?://""", text)
+
+
+def test_its_figures_are_the_forecasts(page: Path, search: Search) -> None:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
+    assert found is not None
+    data = json.loads(found[1])
+    for i, num_tokens in enumerate(LENGTHS[:4]):
+        forecast = search.forecast(search.rungs[0], num_tokens)
+        assert data["formats"]["none"][0][i]["causes"] == forecast.by_cause
+    assert data == json.loads(json.dumps(page_data(search, Limits(12 * GIB, 64 * GIB), 4096, "smollm2 <135m>")))
+
+
+@pytest.mark.skipif(browser.PATH is None, reason="no chromium or chrome found to open the page with")
+@pytest.mark.parametrize("width", [1200, 360])
+def test_in_a_browser_keys_move_the_sliders_and_nothing_is_too_wide(page: Path, tmp_path: Path, width: int) -> None:
+    with browser.Page(page.as_uri(), width, tmp_path / "profile") as shown:
+        verdict = "document.getElementById('verdict').textContent"
+        assert shown.value(verdict).startswith("Fits: ")
+        assert shown.value("document.querySelectorAll('#rungs tr').length") == len(search_rungs(page))
+        assert shown.value("document.documentElement.scrollWidth <= innerWidth")
+        shown.press("Tab")
+        assert shown.value("document.activeElement.id") == "tokens"
+        before = shown.value("document.getElementById('tokens-out').value")
+        shown.press("ArrowRight", 8)
+        assert before == "4,096"
+        assert shown.value("document.getElementById('tokens-out').value") == "8,192"
+        shown.press("End")
+        assert shown.value(verdict).startswith("Does not fit: the thriftiest plan needs ")
+        base = shown.value("document.querySelector('#legend li').textContent")
+        shown.press("Tab", 2)
+        assert shown.value("document.activeElement.id") == "quantize"
+        shown.press("ArrowDown")
+        assert shown.value("document.getElementById('quantize').value") == "int8"
+        assert shown.value("document.querySelector('#legend li').textContent") != base
+
+
+def search_rungs(page: Path) -> list[str]:
+    found = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
+    assert found is not None
+    return json.loads(found[1])["rungs"]
