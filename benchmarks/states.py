@@ -1,6 +1,7 @@
 """Optimizers, adapters and formats on SmolLM2-135M and real long text: bytes of states, peak, time, held-out loss.
 
     python -m benchmarks.states                           every line, into benchmarks/results/states.{md,json,svg}
+    python -m benchmarks.states --only adamw,nf4          some of them anew, the others as they stand there
     python -m benchmarks.states --only adamw,nf4 --json   some of them, to the screen
 
 Every line trains rank 16 on all linear layers, streamed, over the same rows of Python's own reference text, and differs
@@ -113,7 +114,7 @@ class Reading:
 def measure(setting: Setting, train: list[Row], heldout: list[Row], num_steps: int) -> Reading:
     """Train by ``setting`` for ``num_steps`` steps of a row each."""
     adapted, engine = prepared(setting)
-    rates = OptimizerOptions(lr=RATE * RATES.get(setting.optimizer.get("name", ""), 1.0), **setting.optimizer)
+    rates = OptimizerOptions(lr=RATE * RATES.get(setting.name, 1.0), **setting.optimizer)
 
     def step(number: int) -> float:
         began = time.process_time()
@@ -260,14 +261,22 @@ def main() -> None:
         if not given.json:
             print(table([readings[0], readings[-1]]).splitlines()[-1], flush=True)
     machine = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    result = {"rows": [asdict(r) for r in readings], "machine": machine}
     if given.json:
-        print(json.dumps(result))
-    elif not given.only:
-        write(readings, result)
+        print(json.dumps({"rows": [asdict(r) for r in readings], "machine": machine}))
+    else:
+        write(with_earlier(readings), machine)
 
 
-def write(readings: list[Reading], result: dict[str, Any]) -> None:
+def with_earlier(readings: list[Reading]) -> list[Reading]:
+    """In the order of ``SETTINGS``, with what earlier runs of the same length found for other settings."""
+    path = RESULTS / "states.json"
+    earlier = [Reading(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]] if path.exists() else []
+    length = (readings[0].tokens, readings[0].steps)
+    found = {r.name: r for r in earlier if (r.tokens, r.steps) == length} | {r.name: r for r in readings}
+    return [found[setting.name] for setting in SETTINGS if setting.name in found]
+
+
+def write(readings: list[Reading], machine: dict[str, Any]) -> None:
     """The three files of the results."""
     first = readings[0]
     command = f"python -m benchmarks.states --steps {first.steps} --tokens {first.tokens}"
@@ -278,6 +287,7 @@ def write(readings: list[Reading], result: dict[str, Any]) -> None:
     )
     text = "\n\n".join(["# States, adapters and formats", about, table(readings), "\n".join(aims(readings))])
     RESULTS.mkdir(exist_ok=True)
+    result = {"rows": [asdict(r) for r in readings], "machine": machine}
     (RESULTS / "states.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (RESULTS / "states.md").write_text(f"{text}\n\n![held-out loss against bytes](states.svg)\n", encoding="utf-8")
     (RESULTS / "states.svg").write_text(plot(readings), encoding="utf-8")

@@ -184,7 +184,7 @@ print(peak[0] - after)
 """
 
 
-@pytest.mark.parametrize("quantize", ["nf4"])
+@pytest.mark.parametrize("quantize", BITS)
 def test_loading_stays_below_one_shard_above_the_result(quantize: str, folder: Path, model_of, tmp_path: Path):
     tiny, folder = folder, tmp_path / "larger"
     model_of(

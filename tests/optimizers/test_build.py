@@ -91,7 +91,7 @@ def test_rates_reach_optimizers_that_hold_them_as_tensors():
         ({"name": "adamw", "states": "rebuilt"}, {"name": "adamw"}, "Resume with optimizer.name: adamw and optimizer"),
     ],
 )
-def test_states_of_another_kind_are_refused(saved: dict, ours: dict, problem: str):
+def test_r17_states_of_another_kind_are_refused(saved: dict, ours: dict, problem: str):
     first = Problem()
     optimizer = first.build(**saved)
     first.steps(optimizer, 1)
