@@ -82,15 +82,13 @@ def _ways(tokens: int, wide: int, high: int, rank: int) -> dict[str, Callable[[]
         "base": lambda: linear(x, w),
         "beside": lambda: linear(x, w).addmm_(linear(x, a), b.T, alpha=2.0),
         "in_weight": lambda: linear(x, torch.addmm(w, b, a, alpha=2.0)),
-        "beside_backward": lambda: _gradients(x, grad, a, b, grad @ w, None),
-        "in_weight_backward": lambda: _gradients(x, grad, a, b, None, torch.addmm(w, b, a, alpha=2.0)),
+        "beside_backward": lambda: (torch.addmm(grad @ w, grad @ b, a, alpha=2.0), *_of_adapter(x, grad, a, b)),
+        "in_weight_backward": lambda: (grad @ torch.addmm(w, b, a, alpha=2.0), *_of_adapter(x, grad, a, b)),
     }
 
 
-def _gradients(x: Tensor, grad: Tensor, a: Tensor, b: Tensor, base: Tensor | None, whole: Tensor | None) -> Any:
-    through_b = grad @ b  # [tokens, rank]
-    into_x = grad @ whole if base is None else base.addmm_(through_b, a, alpha=2.0)
-    return into_x, through_b.T @ x, grad.T @ linear(x, a)
+def _of_adapter(x: Tensor, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return (grad @ b).T @ x, grad.T @ linear(x, a)
 
 
 def main() -> None:

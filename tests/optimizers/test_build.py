@@ -44,6 +44,17 @@ def test_a_run_resumed_is_the_same_run(name: str, states: str):
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_no_optimizer_begins_with_steps_far_beyond_its_rate(name: str):
+    problem = Problem()
+    optimizer = problem.build(name=name)
+    for _ in range(12):
+        before = problem.bits()
+        problem.steps(optimizer, 1, rate=1e-3)
+        moved = [(a - b).square().mean().sqrt() for a, b in zip(problem.bits(), before, strict=True)]
+        assert max(moved) < 3e-3
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_a_large_matrix_takes_the_bytes_of_the_table(name: str):
     weight = torch.nn.Parameter(torch.ones(64, 4096))
     problem = Problem()
