@@ -1,12 +1,13 @@
 """float16 with and without loss scaling beside float32: 200 steps of real text, each a part of a very long step batch.
 
-    python -m benchmarks.halves --json
     python -m benchmarks.halves                     into benchmarks/results/halves.{json,md,svg}
+    python -m benchmarks.halves --json              to the screen
 
-In a step batch of 131,072 tokens a token's share of the loss is 1/131,072, and so small are the gradients that flow
+In a step batch of 262,144 tokens a token's share of the loss is 1/262,144, and so small are the gradients that flow
 through the layers. Here a step goes through one micro-batch of it, a row of a few dozen tokens, whose loss is divided
 by the whole batch's tokens: what float16 loses there it loses in every micro-batch. AdamW's step does not depend on the
-gradient's size, so the curves are those of ordinary training. The model is SmolLM2's embedding, head and first layers.
+gradient's size (its epsilon is taken as much smaller), so the curves are those of ordinary training. The model is
+SmolLM2-135M, whole; rates rise and fall as in a run.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ from narrowboat.model.adapters import adapt
 from narrowboat.model.base import hush_transformers, load_base
 from narrowboat.model.embedded import NAME
 from narrowboat.optimizers.build import build_optimizer
+from narrowboat.optimizers.schedule import learning_rate
 from narrowboat.options.schema import LoraOptions, ModelOptions, OptimizerOptions
 from narrowboat.plan import MemoryPlan
 
-BATCH_TOKENS = 131_072
+BATCH_TOKENS = 262_144
 SMOOTHED_STEPS = 20
 SYSTEMS: dict[str, tuple[Any, bool]] = {
     "float32": ("float32", False),
     "float16, scaled": ("float16", True),
     "float16, plain": ("float16", False),
 }
-RATE = 1e-3
+OPTIONS = OptimizerOptions(lr=5e-4, eps=1e-12)
 
 
 class Part(Row):
@@ -68,24 +70,23 @@ class Curve:
         return np.convolve(self.losses, np.ones(SMOOTHED_STEPS) / SMOOTHED_STEPS, "valid")
 
 
-def train(name: str, rows: list[Row], num_layers: int) -> Curve:
+def train(name: str, rows: list[Row]) -> Curve:
     """A step for each row."""
     dtype, is_scaled = SYSTEMS[name]
     base, _ = load_base(ModelOptions(name=NAME), choose_precision(dtype, CPU), CPU, lambda event: None)
-    base.model.layers = base.model.layers[:num_layers]
-    base.config.num_hidden_layers = num_layers
     torch.manual_seed(0)
     model = adapt(base, LoraOptions(), lambda event: None).model
-    optimizer = build_optimizer(OptimizerOptions(lr=RATE), model.named_parameters())
+    optimizer = build_optimizer(OPTIONS, model.named_parameters())
     scale = LossScale(2.0**16, 100) if is_scaled else None
     curve = Curve(name, [], 0, 0.0)
     began = time.process_time()
     with Engine(model, optimizer, MemoryPlan(layers="keep", chunk_tokens=64), 0, 0.0, scale=scale) as engine:
         for step, row in enumerate(rows):
-            outcome = engine.step([row], RATE, step)
+            rate = learning_rate(OPTIONS, step + 1, len(rows))
+            outcome = engine.step([row], rate, step)
             while outcome.was_skipped and is_scaled:  # the same row again, as the loop does
                 curve.num_skipped += 1
-                outcome = engine.step([row], RATE, step)
+                outcome = engine.step([row], rate, step)
             curve.num_skipped += outcome.was_skipped
             curve.losses.append(float(outcome.loss) * BATCH_TOKENS / (row.num_tokens - 1))
     curve.seconds = (time.process_time() - began) / len(rows)
@@ -108,7 +109,10 @@ def write(curves: list[Curve], command: str, result: dict[str, Any]) -> None:
             for c in curves
         ),
     ]
-    about = f"`{command}`: losses are means over {SMOOTHED_STEPS} steps."
+    about = (
+        f"`{command}`: SmolLM2-135M, rank 16, each step a micro-batch of a step batch of {BATCH_TOKENS:,} tokens; losses "
+        f"are means over {SMOOTHED_STEPS} steps."
+    )
     text = "\n".join(
         ["# float16 with and without loss scaling", "", about, "", *lines, "", "![curves](halves.svg)", ""]
     )
@@ -123,20 +127,22 @@ def write(curves: list[Curve], command: str, result: dict[str, Any]) -> None:
 def main() -> None:
     """All systems, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     hush_transformers()
     rows: list[Row] = [Part(r.input_ids, r.labels, r.lengths) for r in real_rows(given.tokens, given.steps)]
     curves = []
     for name in SYSTEMS:
-        curves.append(train(name, rows, given.layers))
+        curves.append(train(name, rows))
         if not given.json:
-            print(f"{name}: {apart(curves[-1], curves[0]):.2%} from float32, {curves[-1].seconds:.2f} s a step")
+            print(
+                f"{name}: {apart(curves[-1], curves[0]):.2%} from float32, {curves[-1].seconds:.2f} s a step",
+                flush=True,
+            )
     readings = [
-        {"name": c.name, "tokens": given.tokens, "layers": given.layers, "steps": given.steps, "seconds": c.seconds,
+        {"name": c.name, "tokens": given.tokens, "steps": given.steps, "seconds": c.seconds,
          "furthest_from_float32": apart(c, curves[0]), "num_skipped": c.num_skipped, "losses": c.losses}
         for c in curves
     ]  # fmt: skip
@@ -145,7 +151,7 @@ def main() -> None:
     if given.json:
         print(json.dumps(result))
     else:
-        command = f"python -m benchmarks.halves --layers {given.layers} --steps {given.steps} --tokens {given.tokens}"
+        command = f"python -m benchmarks.halves --steps {given.steps} --tokens {given.tokens}"
         Path(RESULTS).mkdir(exist_ok=True)
         write(curves, command, result)
 
