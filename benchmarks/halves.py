@@ -110,8 +110,8 @@ def write(curves: list[Curve], command: str, result: dict[str, Any]) -> None:
         ),
     ]
     about = (
-        f"`{command}`: SmolLM2-135M, rank 16, each step a micro-batch of a step batch of {BATCH_TOKENS:,} tokens; losses "
-        f"are means over {SMOOTHED_STEPS} steps."
+        f"`{command}`: SmolLM2-135M, rank 16, each step a micro-batch of a step batch of {BATCH_TOKENS:,} tokens; "
+        f"losses are means over {SMOOTHED_STEPS} steps."
     )
     text = "\n".join(
         ["# float16 with and without loss scaling", "", about, "", *lines, "", "![curves](halves.svg)", ""]
