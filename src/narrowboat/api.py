@@ -239,7 +239,7 @@ class _Job:
             longest = max(rows.longest_segment for rows in trains)
             longest_train = max(rows.longest_document[1] for rows in trains)
             total_bytes = device_memory(device).total_bytes
-            carried = CarriedWork(config, options, dtype, longest, longest_train, total_bytes)
+            carried = CarriedWork(config, options, dtype, longest, longest_train, total_bytes, device.type == "cuda")
             plan, reading = choose_carried(carried, limits.device_bytes, options.memory.plan)
             rungs, by_cause = RUNGS[RUNGS.index(plan) :], reading.by_cause
         else:
