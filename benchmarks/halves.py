@@ -128,7 +128,7 @@ def main() -> None:
     """All systems, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     hush_transformers()
