@@ -61,7 +61,7 @@ def ask(card_gib: int) -> Outcome:
 def table(rows: list[Outcome]) -> str:
     """Markdown."""
     lines = [
-        "| card | transformers + FlashAttention-2 | Unsloth | Narrowboat's forecast | host | disk | plan | answered in |",
+        "| card | transformers + FlashAttention-2 | Unsloth | Narrowboat | host | disk | plan | answered in |",
         "|--:|--:|--:|--:|--:|--:|---|--:|",
     ]
     for row in rows:
