@@ -27,7 +27,7 @@ LOOK_AHEAD = 1
 LENGTH_STEP = 1024
 """Longest rows are found to this many tokens."""
 
-LONGEST_TOKENS = 2**24
+FIRST_GUESS, LONGEST_TOKENS = 2**16, 2**24
 
 
 class Search:
@@ -108,7 +108,8 @@ class Search:
             return 0
         if mark and not fits(mark + LENGTH_STEP):
             return mark
-        return LENGTH_STEP * largest(LONGEST_TOKENS // LENGTH_STEP, lambda n: fits(n * LENGTH_STEP, many=True))
+        first = mark // LENGTH_STEP + 1 if mark else FIRST_GUESS // LENGTH_STEP
+        return LENGTH_STEP * largest(LONGEST_TOKENS // LENGTH_STEP, lambda n: fits(n * LENGTH_STEP, many=True), first)
 
     def _keep_layers(self, found: Forecast, limits: Limits) -> Forecast:
         """The same plan with as many layers kept as fit."""
@@ -167,9 +168,12 @@ def _where_it_fails(forecast: Forecast, limits: Limits) -> str:
     return f"it needs a scratch file of {needed}, and {free} are free"
 
 
-def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to ``limit`` that fits, 0 if 1 does not; whoever fits, smaller ones fit too."""
-    low, high = 0, 1
+def largest(limit: int, fits: Callable[[int], bool], first: int = 1) -> int:
+    """The largest number up to ``limit`` that fits, 0 if 1 does not; ``first`` is tried first.
+
+    Whatever is smaller than a number that fits has to fit too.
+    """
+    low, high = 0, first
     while high <= limit and fits(high):
         low, high = high, high * 2
     high = min(high, limit + 1)
