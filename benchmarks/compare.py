@@ -137,14 +137,18 @@ def growth(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row]) -> str:
-    """Bytes and seconds over tokens, as an SVG."""
+    """Bytes and processor seconds over tokens, as an SVG."""
     charts = []
-    for title, what, unit in (("Peak above the weights, MiB", "peak_bytes", 2**20), ("Seconds a step", "seconds", 1)):
+    for title, what, unit in (
+        ("Peak above the weights, MiB", "peak_bytes", 2**20),
+        ("Processor seconds, 1 thread", "cpu_seconds", 1),
+    ):
         lines = [
             Line(name, [(r.tokens, getattr(r, what) / unit) for r in rows if r.name == name and getattr(r, what)])
             for name in dict.fromkeys(row.name for row in rows)
         ]
-        charts.append((title, [line for line in lines if line.points]))
+        if drawn := [line for line in lines if line.points]:
+            charts.append((title, drawn))
     return chart(charts, "tokens")
 
 

@@ -62,6 +62,7 @@ def step(name: str, folder: Path, tokens: int) -> dict[str, float | str]:
         "peak_bytes": (watch.held_bytes or 0) + (watch.peak_bytes or 0),
         "anonymous_bytes": watch.anonymous_bytes,
         "seconds": watch.seconds,
+        "cpu_seconds": watch.cpu_seconds,
     }
 
 
@@ -104,7 +105,7 @@ def main() -> None:
         return
     for row in rows:
         sizes = (f"{what} {row[key] / MIB:,.0f} MiB" for what, key in SIZES.items())
-        print(f"{row['name']:20} {row['seconds']:7.1f} s, {', '.join(sizes)}")
+        print(f"{row['name']:20} {row['seconds']:7.1f} s ({row['cpu_seconds']:.1f} of processors), {', '.join(sizes)}")
 
 
 if __name__ == "__main__":
