@@ -131,8 +131,9 @@ def measure(name: str, num_tokens: int, window: int = WINDOW) -> Reading:
 
 def growth_order(rows: Sequence[results.Row], what: str, along: str = "tokens") -> float:
     """Slope of the straight line that fits a log-log plot best, from ``FIT_FROM`` tokens on."""
-    points = [(math.log(row[along]), math.log(row[what])) for row in rows if row["tokens"] >= FIT_FROM]
-    return float(np.polyfit(*zip(*points, strict=True), 1)[0]) if len(points) > 1 else math.nan
+    long = [row for row in rows if row["tokens"] >= FIT_FROM]
+    x, y = (np.log([row[which] for row in long]) for which in (along, what))
+    return float(np.polyfit(x, y, 1)[0]) if len(long) > 1 else math.nan
 
 
 def report(rows: Sequence[results.Row]) -> None:
