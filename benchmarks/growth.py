@@ -28,7 +28,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import results
+from benchmarks import tables
 from benchmarks.plot import Line, chart
 from narrowboat.data.examples import Row
 from narrowboat.data.trains import Train
@@ -129,14 +129,14 @@ def measure(name: str, num_tokens: int, window: int = WINDOW) -> Reading:
     return Reading(name, num_tokens, window, meter.peak.device_bytes - weights, median(seconds[1:] or seconds))
 
 
-def growth_order(rows: Sequence[results.Row], what: str, along: str = "tokens") -> float:
+def growth_order(rows: Sequence[tables.Row], what: str, along: str = "tokens") -> float:
     """Slope of the straight line that fits a log-log plot best, from ``FIT_FROM`` tokens on."""
     long = [row for row in rows if row["tokens"] >= FIT_FROM]
     x, y = (np.log([row[which] for row in long]) for which in (along, what))
     return float(np.polyfit(x, y, 1)[0]) if len(long) > 1 else math.nan
 
 
-def report(rows: Sequence[results.Row]) -> None:
+def report(rows: Sequence[tables.Row]) -> None:
     """Table and plot of all rows that there are."""
     names = [name for name in SCHEMES if any(row["name"] == name for row in rows)]
     lengths = sorted({row["tokens"] for row in rows if row["window"] == WINDOW})
@@ -155,7 +155,7 @@ def report(rows: Sequence[results.Row]) -> None:
             mine = [usual[name, length] for length in lengths if (name, length) in usual]
             cells = [form(usual[name, n][what]) if (name, n) in usual else "" for n in lengths]
             body.append([name, *cells, f"tokens^{_plain(growth_order(mine, what))}"])
-        text += f"\n{title}:\n\n" + results.table(["", *(f"{n:,}" for n in lengths), "grows as"], body)
+        text += f"\n{title}:\n\n" + tables.table(["", *(f"{n:,}" for n in lengths), "grows as"], body)
     text += (
         f"\nThe same at {WINDOW_AT:,} tokens over windows (budgets) of {WINDOWS[0]:,} to {WINDOWS[-1]:,} tokens:\n\n"
     )
@@ -165,8 +165,8 @@ def report(rows: Sequence[results.Row]) -> None:
         if len(mine) > 1:
             orders = [growth_order(mine, what, "window") for what in ("peak_bytes", "seconds")]
             body.append([name, *(f"window^{_plain(order)}" for order in orders)])
-    text += results.table(["", "peak grows as", "seconds grow as"], body)
-    results.write("growth", "md", text)
+    text += tables.table(["", "peak grows as", "seconds grow as"], body)
+    tables.write("growth", "md", text)
     charts = [
         (title, [Line(n, [(x, usual[n, x][what] / unit) for x in lengths if (n, x) in usual]) for n in names])
         for title, what, unit in (
@@ -174,7 +174,7 @@ def report(rows: Sequence[results.Row]) -> None:
             ("CPU seconds a step", "seconds", 1),
         )
     ]
-    results.write("growth", "svg", chart(charts, "tokens of the document"))
+    tables.write("growth", "svg", chart(charts, "tokens of the document"))
 
 
 def _plain(order: float) -> str:
@@ -197,10 +197,10 @@ def main() -> None:
         for tokens, window in sizes:
             reading = measure(name, tokens, window)
             print(reading, file=sys.stderr, flush=True)
-            report(results.merge("growth", [asdict(reading)], KEYS))
+            report(tables.merge("growth", [asdict(reading)], KEYS))
             if reading.seconds > arguments.seconds:
                 break
-    report(results.merge("growth", [], KEYS))
+    report(tables.merge("growth", [], KEYS))
 
 
 def _optimizer(model: PeftModel) -> torch.optim.Optimizer:

@@ -29,7 +29,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import results
+from benchmarks import tables
 from benchmarks.facts import DEPTHS, Case, dialogue, document
 from benchmarks.plot import Line, chart
 from narrowboat.data.trains import Train
@@ -166,7 +166,7 @@ def _carried(carrier: Carrier, num_tokens: int) -> int:
     return min(carrier.num_tokens, num_tokens) * carrier.num_bytes // carrier.num_tokens
 
 
-def report(rows: Sequence[results.Row]) -> None:
+def report(rows: Sequence[tables.Row]) -> None:
     """Tables and plot of all rows that there are."""
     parts = {part: [row for row in rows if row["part"] == part] for part in ("perplexity", "recall")}
     text = "# Does what matters survive a carry?\n"
@@ -176,7 +176,7 @@ def report(rows: Sequence[results.Row]) -> None:
             f"{some[0]['documents']} texts (the modules {' and '.join(MODULES)}, the licences of "
             f"{' and '.join(LICENCES)}). `python -m benchmarks.recall --part perplexity`\n\n"
         )
-        text += results.table(
+        text += tables.table(
             ["policy", "budget", "carried", "peak above weights", "perplexity"],
             [[*_common(row), f"{row['perplexity']:.2f}"] for row in some],
         )
@@ -186,12 +186,12 @@ def report(rows: Sequence[results.Row]) -> None:
             f"documents and dialogues of {some[0]['tokens']:,} tokens, segments of {some[0]['segment']}, a question at "
             "each depth of each. `python -m benchmarks.recall --part recall`\n\n"
         )
-        text += results.table(
+        text += tables.table(
             ["policy", "budget", "carried", "peak of a step above weights", *map(str, DEPTHS), "all"],
             [[*_common(row), *(f"{row['by_depth'][str(d)]:.0%}" for d in DEPTHS), f"{row['exact']:.0%}"]
              for row in some],
         )  # fmt: skip
-    results.write("recall", "md", text)
+    tables.write("recall", "md", text)
     charts = []
     for title, value, scale in (
         ("perplexity of the last segment", "perplexity", 1),
@@ -204,10 +204,10 @@ def report(rows: Sequence[results.Row]) -> None:
         ]
         if lines:
             charts.append((title, lines))
-    results.write("recall", "svg", chart(charts, "carried keys and values, MiB", linear=["exact answers, %"]))
+    tables.write("recall", "svg", chart(charts, "carried keys and values, MiB", linear=["exact answers, %"]))
 
 
-def _common(row: results.Row) -> list[str]:
+def _common(row: tables.Row) -> list[str]:
     budget = {0.0: "1 token", 1.0: "all"}.get(row["budget"], f"{row['budget']:.0%}")
     return [row["name"], budget, f"{row['carried_bytes'] / 2**20:.1f} MiB", f"{row['peak_bytes'] / 2**20:.0f} MiB"]
 
@@ -230,8 +230,8 @@ def main() -> None:
     arguments.tokens, arguments.segment = arguments.tokens or usual_tokens, arguments.segment or usual_segment
     for reading in measure(arguments):
         print(reading, file=sys.stderr, flush=True)
-        report(results.merge("recall", [asdict(reading)], KEYS))
-    report(results.merge("recall", [], KEYS))
+        report(tables.merge("recall", [asdict(reading)], KEYS))
+    report(tables.merge("recall", [], KEYS))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from narrowboat.data.batches import StepSchedule
-from narrowboat.data.prepare import Prepared, prepare
+from narrowboat.data.prepare import Prepared
 from narrowboat.data.trains import Trains, TrainSchedule
 from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
@@ -53,6 +53,7 @@ from narrowboat.plan import MemoryPlan
 from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
 from narrowboat.planner.search import search_here
 from narrowboat.planner.target import limits_here
+from narrowboat.preparing import prepared_data, refuse_no_data
 from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
 from narrowboat.train.governor import Governor
 from narrowboat.train.loop import Course, run
@@ -76,14 +77,13 @@ def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnd
     Raises:
         NarrowboatError: its kinds say what was refused; ``Interrupted`` after a signal, when the run is saved.
     """
-    if not options.data.train:
-        raise OptionError("data.train names no file; write for example data.train: documents.jsonl")
+    refuse_no_data(options)
     folder = Path(options.train.folder)
     _refuse_other_run(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)
     load.dump(options, folder / OPTIONS_FILE)
     recorders = open_recorders(folder, quiet=quiet)
-    job = _Job(options, folder, recorders.record)
+    job = _Job(options, folder, recorders.record, quiet)
     try:
         return job.run(resume)
     except BaseException as error:
@@ -130,6 +130,7 @@ class _Job:
     options: Options
     folder: Path
     tell: Tell
+    quiet: bool
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -154,7 +155,7 @@ class _Job:
         config = load_config(options.model.name, self.tell)
         check_weights(options.model.name, self.tell)
         tokenizer = load_tokenizer(options.model.name, self.tell)
-        data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, self.tell)
+        data = prepared_data(options, config, tokenizer, self.tell, self.quiet)
         self.tell(DataReady(data.account.as_dict()))
         options = self.options = with_rank(options, data, config, device, self.tell)
         states = settle_states(options.optimizer, device, self.tell)
@@ -239,7 +240,7 @@ class _Job:
             longest = max(rows.longest_segment for rows in trains)
             longest_train = max(rows.longest_document[1] for rows in trains)
             total_bytes = device_memory(device).total_bytes
-            carried = CarriedWork(config, options, dtype, longest, longest_train, total_bytes)
+            carried = CarriedWork(config, options, dtype, longest, longest_train, total_bytes, device.type == "cuda")
             plan, reading = choose_carried(carried, limits.device_bytes, options.memory.plan)
             rungs, by_cause = RUNGS[RUNGS.index(plan) :], reading.by_cause
         else:
@@ -293,7 +294,7 @@ def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
     found = newest_checkpoint(folder / CHECKPOINTS, tell)
     precision = choose_precision(found[1].dtype if found else options.model.dtype, device)  # type: ignore[arg-type]
     config, tokenizer = load_config(options.model.name, tell), load_tokenizer(options.model.name, tell)
-    data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, tell)
+    data = prepared_data(options, config, tokenizer, tell)
     options = with_rank(options, data, config, device, tell)
     model, _ = load_base(options.model, precision, device, tell)
     adapted = adapt(model, options.lora, tell).model

@@ -52,6 +52,24 @@ def test_the_scale_changes_no_gradient(layers: str):
     assert torch.allclose(weights, scaled_weights, atol=1e-6)
 
 
+@pytest.mark.parametrize("named", [["embed_tokens"], ["lm_head", "norm"]], ids=str)
+def test_r16_step_1_runs_in_float16_where_weights_are_trained_whole(named: list[str]):
+    """Nothing that learns is float16, so nothing has to be unscaled in it; the base stays float16."""
+    torch.manual_seed(0)
+    base = tiny("llama", tie_word_embeddings=named == ["embed_tokens"]).half()
+    model = adapt(base, LoraOptions(rank=4, modules_to_save=named), lambda _: None).model
+    whole = [p for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+    before, options = [p.detach().clone() for p in whole], OptimizerOptions()
+    scale = loss_scale(options, torch.float16)
+    optimizer = build_optimizer(options, model.named_parameters())
+    with Engine(model, optimizer, MemoryPlan(layers="stream", tile_tokens=16), 0, 1.0, scale=scale) as engine:
+        outcome = engine.step(rows(40, 20), 1e-3, seed=0)
+    assert not outcome.was_skipped and outcome.loss_scale == 2.0**16
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.float16}
+    assert not any(torch.equal(a, b) for a, b in zip(before, whole, strict=True))
+
+
 class Part(Row):
     """One of 2,048 equal parts of a step batch: its gradients are as small as in a step of 192,512 tokens."""
 

@@ -24,6 +24,39 @@ def test_cuda_without_a_card_is_refused_with_what_torch_sees():
         hardware.pick_device("cuda")
 
 
+class Driver:
+    """Stands for a card's driver: this machine has none."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer, self.num_held = answer, 0
+
+    def cuMemAllocManaged(self, page: object, num_bytes: object, flags: int) -> int:
+        self.num_held += self.answer == 0
+        return self.answer
+
+    def cuMemFree_v2(self, page: object) -> int:
+        self.num_held -= 1
+        return 0
+
+
+@pytest.mark.parametrize(("answer", "can"), [(0, True), (801, False)])
+def test_r17_whether_a_card_can_page_is_tried_and_leaves_nothing_held(answer: int, can: bool, monkeypatch):
+    driver = Driver(answer)  # 801: operation not supported
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert hardware.can_page(torch.device("cuda")) is can and driver.num_held == 0
+    assert not hardware.can_page(torch.device("cpu"))
+
+
+def test_r17_without_a_driver_of_that_name_nothing_is_paged(monkeypatch):
+    def without(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", without)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert not hardware.can_page(torch.device("cuda"))
+
+
 def test_cpu_memory_is_the_hosts():
     memory = hardware.device_memory(torch.device("cpu"))
     assert 0 < memory.free_bytes <= memory.total_bytes <= psutil.virtual_memory().total

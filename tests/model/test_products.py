@@ -66,6 +66,29 @@ def test_with_a_half_base_they_take_less_memory(variants: tuple, share: float, m
     assert (mine[1] - truth[1]).norm() < 2 * (theirs[1] - truth[1]).norm()  # which the base's own rounding gives
 
 
+def kept_inputs(model: nn.Module, x: torch.Tensor) -> set[tuple[int, torch.dtype]]:
+    """What q, k and v keep for backward that is as large as their input: storages, and their formats."""
+    kept = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == x.numel():
+            kept.add((tensor.untyped_storage()._cdata, tensor.dtype))
+        return tensor
+
+    attention = model.get_base_model().model.layers[0].self_attn
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outs = [part(x) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    del outs
+    return kept
+
+
+def test_q_k_and_v_keep_one_input_and_no_copy_of_it(model_of):
+    model = adapted(model_of("llama", hidden_size=256, intermediate_size=512, dtype=torch.bfloat16))
+    x = torch.randn(1, 48, 256, dtype=torch.bfloat16, requires_grad=True)
+    assert kept_inputs(model, x) == {(x.untyped_storage()._cdata, torch.bfloat16)}
+    assert {dtype for _, dtype in kept_inputs(as_peft(model), x)} == {torch.float32}  # what the test can tell apart
+
+
 def test_norms_follow_the_weights(model_of):
     """They are remembered between tiles, and made anew when an optimizer has moved A or B, in whatever way."""
     model = adapted(model_of("llama"), variants=("dora",))

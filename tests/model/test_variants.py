@@ -165,7 +165,7 @@ def test_r16_what_is_trained_whole_has_float32_masters(dtype, options, family: s
     assert {p.dtype for p in trainable(again).values()} == {torch.float32}
 
 
-def test_a_forecasts_model_has_the_masters_as_well(config_of):
+def test_r16_a_forecasts_model_has_the_masters_as_well(config_of):
     model = adapted(empty_base(config_of("llama"), torch.float16), modules_to_save=["lm_head"])
     assert {p.dtype for p in trainable(model).values()} == {torch.float32}
 

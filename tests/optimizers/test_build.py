@@ -10,6 +10,7 @@ from narrowboat.errors import CheckpointError, MachineError, OptionError
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.account import account, describe
 from narrowboat.optimizers.buckets import HostStates
+from narrowboat.optimizers.build import settle_states
 from narrowboat.optimizers.table import KINDS
 from narrowboat.options.schema import OptimizerOptions
 
@@ -40,6 +41,17 @@ def test_a_run_resumed_is_the_same_run(name: str, states: str):
     other.steps(resumed, 10)
     assert all(torch.equal(a, b) for a, b in zip(problem.bits(), other.bits(), strict=True))
     assert [str(share) for share in account(optimizer)] == [str(share) for share in account(resumed)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_optimizer_begins_with_steps_far_beyond_its_rate(name: str):
+    problem = Problem()
+    optimizer = problem.build(name=name)
+    for _ in range(12):
+        before = problem.bits()
+        problem.steps(optimizer, 1, rate=1e-3)
+        moved = [(a - b).square().mean().sqrt() for a, b in zip(problem.bits(), before, strict=True)]
+        assert max(moved) < 3e-3
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -90,7 +102,7 @@ def test_rates_reach_optimizers_that_hold_them_as_tensors():
         ({"name": "adamw", "states": "rebuilt"}, {"name": "adamw"}, "Resume with optimizer.name: adamw and optimizer"),
     ],
 )
-def test_states_of_another_kind_are_refused(saved: dict, ours: dict, problem: str):
+def test_r17_states_of_another_kind_are_refused(saved: dict, ours: dict, problem: str):
     first = Problem()
     optimizer = first.build(**saved)
     first.steps(optimizer, 1)
@@ -114,8 +126,21 @@ def test_what_is_replaced_or_not_used_is_said_once(options: dict, said: str):
     assert [said in notice.text for notice in told] == [True]
 
 
-def test_paged_states_come_back_from_a_checkpoint():
-    """R17: what a checkpoint gives is put into pages again; without a card into plain buffers, with the same values."""
+def test_r17_a_card_whose_driver_cannot_page_keeps_its_states_and_says_so(monkeypatch):
+    monkeypatch.setattr("narrowboat.optimizers.build.can_page", lambda device: False)
+    monkeypatch.setattr("narrowboat.optimizers.build.describe_device", lambda device: "GRID A100X-8C")
+    told: list = []
+    options = OptimizerOptions(name="bnb_adamw8bit", states="paged")
+    assert settle_states(options, torch.device("cuda"), told.append).states == "device"
+    assert [n.text for n in told] == [
+        "optimizer.states: the driver of GRID A100X-8C cannot page; states stay on the card."
+    ]
+    monkeypatch.setattr("narrowboat.optimizers.build.can_page", lambda device: True)
+    assert settle_states(options, torch.device("cuda"), pytest.fail).states == "paged"
+
+
+def test_r17_paged_states_come_back_from_a_checkpoint():
+    """What a checkpoint gives is put into pages again; without a card into plain buffers, with the same values."""
     problem = Problem()
     optimizer = problem.build(name="bnb_adamw", states="paged")
     problem.steps(optimizer, 3)

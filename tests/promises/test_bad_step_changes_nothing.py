@@ -23,7 +23,9 @@ from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, Options
 from narrowboat.plan import MemoryPlan
 from narrowboat.train.checkpoint import Position, newest_checkpoint
+from narrowboat.train.governor import Governor
 from narrowboat.train.loop import Course, run
+from narrowboat.train.recovery import Recovery
 from tests.memory.families import tiny
 
 OPTIMIZERS = [
@@ -108,7 +110,8 @@ def trained(model_: Any, tmp_path: Path, schedule: Any = None, position: Positio
         entered(model_, scale=scale, **kwargs) as engine,
     ):
         start = position or Position(0, 10, 0, "", {})
-        end, _ = run(engine, course, options, gauge, start, tmp_path / "checkpoints", told.append)
+        recovery = Recovery(engine, gauge, Governor([engine.plan], 2**40), told.append)
+        end, _ = run(recovery, course, options, start, tmp_path / "checkpoints", told.append)
         return end, told, bits(engine)
 
 

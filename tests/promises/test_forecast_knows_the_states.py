@@ -37,14 +37,14 @@ CASES: list[dict[str, Any]] = [
 
 
 def peak_bytes(base: Any, options: Options, plan: MemoryPlan, num_tokens: int) -> int:
-    """Of the second step, by when the optimizer has its states."""
+    """Of the third step, by when the optimizer has its states and what would take them back."""
     adapted = adapt(base, options.lora, lambda event: None, None).model
     ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], num_tokens, dtype=np.int32)
-    with Meter() as meter:
+    with Meter(one_memory=True) as meter:
         meter.watch_model(adapted)
         optimizer = build_optimizer(options.optimizer, adapted.named_parameters())
         with Engine(adapted, optimizer, plan, pad_id=0, clip_norm=1.0) as engine:
-            for seed in range(2):
+            for seed in range(3):
                 meter.reset_peak()
                 engine.step([Row(ids, ids, (num_tokens,))], 1e-4, seed)
         return meter.peak.device_bytes

@@ -96,7 +96,7 @@ class Engine:
         self._installed.scheme = scheme
         self.carrying = None if carrier is None else Carrying(carrier, self.device)
         self._states_are_told = False
-        self._undo: Undo | None = None
+        self.undo = Undo(self._trainable, optimizer)
         if isinstance(optimizer, HostStates):
             optimizer.resting = lambda: cause(OPTIMIZER_STATES, "host")
         if isinstance(optimizer, DuringBackward):
@@ -145,7 +145,7 @@ class Engine:
         self.model.train()
         driving.set_rate(self.optimizer, learning_rate)
         if isinstance(self.optimizer, DuringBackward):
-            self._undo = Undo(self._trainable, self.optimizer)
+            self.undo.remember()
         loss, num_micro_batches = self._gradients(rows, seed, after_micro_batch)
         scale = self._scale_value
         norm = self.optimizer.norm() if isinstance(self.optimizer, DuringBackward) else self._examine()
@@ -153,7 +153,7 @@ class Engine:
         if is_finite:
             if not isinstance(self.optimizer, DuringBackward):
                 self._unscale(norm)
-                self._undo = Undo(self._trainable, self.optimizer)
+                self.undo.remember()
             with cause(OPTIMIZER_STATES):
                 driving.step(self.optimizer, lambda: self._gradients_again(rows, seed))
         if self.scale is not None:
@@ -228,8 +228,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            if self._undo is not None:
-                self._undo.take_back()
+            self.undo.take_back()
             if isinstance(self.optimizer, DuringBackward):
                 self.optimizer.norm()  # of gradients that never were
             if self.carrying is not None and mark is not None:
@@ -239,7 +238,7 @@ class Engine:
             self.forget()
             raise
         finally:
-            self._undo = None
+            self.undo.forget()
 
     def forget(self) -> None:
         """Drop the gradients of a step that failed."""

@@ -1,7 +1,8 @@
 """An update that fails half-way is taken back: weights and states as they were, copied to host memory before it.
 
 An optimizer moves its tensors group by group; memory may run out between two of them. The copies cost 12 bytes a
-trainable weight of host memory (with AdamW) and as long as copying takes: milliseconds beside a step's seconds.
+trainable weight of host memory (with AdamW), which is held on to, and as long as copying takes: milliseconds beside a
+step's seconds.
 """
 
 from __future__ import annotations
@@ -20,29 +21,48 @@ class Undo:
 
     Args:
         weights: the trainable parameters.
-        optimizer: whose states and settings are remembered too.
+        optimizer: whose states and settings are remembered too; without one there is nothing to take back.
     """
 
+    def __init__(self, weights: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
+        self._weights, self._optimizer = weights, optimizer
+        self._saved: dict[torch.Tensor, torch.Tensor] = {}
+        self._states: dict[torch.Tensor, dict[str, Any]] = {}
+        self._groups: list[dict[str, Any]] = []
+        self._is_armed = False
+
     @torch.no_grad()
-    def __init__(self, weights: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def remember(self) -> None:
+        """From here to ``forget`` everything can be taken back."""
+        assert self._optimizer is not None
         with cause(OPTIMIZER_STATES, "host"):
-            self._weights = [(weight, _copy(weight.detach())) for weight in weights]
-            self._states = {p: {k: _copy(v) for k, v in state.items()} for p, state in optimizer.state.items()}
-            self._groups = [
-                {key: _copy(value) for key, value in group.items() if key != "params"}
-                for group in optimizer.param_groups
-            ]
+            self._saved = {p: _copy(p.detach(), self._saved.get(p)) for p in self._weights}
+            self._states = {p: _copies(state, self._states.get(p, {})) for p, state in self._optimizer.state.items()}
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+            before = self._groups or [{} for _ in settings]
+            self._groups = [_copies(*both) for both in zip(settings, before, strict=True)]
+        self._is_armed = True
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Make it all as it was."""
-        for weight, saved in self._weights:
+        """Make it all as it was, if an update is under way."""
+        if not self._is_armed or self._optimizer is None:
+            return
+        for weight, saved in self._saved.items():
             weight.copy_(saved)
         for parameter, state in self._optimizer.state.items():
             _put_back(state, self._states.get(parameter, {}))
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            _put_back(group, saved | {"params": group["params"]})
+        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+            _put_back(group, settings | {"params": group["params"]})
+
+    def forget(self) -> None:
+        """The update is done, or taken back; the copies' memory waits for the next one."""
+        self._is_armed = False
+
+    def copies_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """What is held for ``parameter``."""
+        values = [self._saved.get(parameter), *self._states.get(parameter, {}).values()]
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _put_back(into: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -55,7 +75,14 @@ def _put_back(into: dict[str, Any], saved: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    return copy.deepcopy(value)
+def _copies(values: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value, into.get(key)) for key, value in values.items()}
+
+
+def _copy(value: Any, into: Any = None) -> Any:
+    """A copy in host memory: in that of an earlier one where it has the same shape."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if type(value) is type(into) and (value.shape, value.dtype) == (into.shape, into.dtype):
+        return into.copy_(value.detach())
+    return value.detach().to("cpu", copy=True)

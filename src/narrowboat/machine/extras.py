@@ -34,6 +34,16 @@ def require(module: str, option: str) -> Any:
         ) from None
 
 
+def import_hushed() -> None:
+    """Import transformers and PEFT, which import torchao and bitsandbytes, and let nobody hear what those miss here.
+
+    What is imported once is silent from then on; so this comes before whatever else imports them.
+    """
+    with quiet():
+        for module in ("transformers.modeling_utils", "peft"):
+            import_module(module)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside, libraries' warnings and notes are not heard: about cards that are not here, and names of yesterday."""

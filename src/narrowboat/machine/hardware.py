@@ -7,6 +7,7 @@ system drops when it needs room; a budget counts the first.
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import sys
 from dataclasses import dataclass
@@ -72,6 +73,26 @@ def device_memory(device: torch.device) -> Memory:
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return Memory(total, free + idle)
+
+
+def can_page(device: torch.device) -> bool:
+    """Whether the driver of ``device`` gives memory that it pages between card and host.
+
+    Not every CUDA card's does (virtual ones, some containers), and a library that takes it without asking ends the
+    process there; so it is tried with a page.
+    """
+    if device.type != "cuda":
+        return False
+    torch.cuda.synchronize(device)  # which opens the card, if nobody has yet
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:  # torch's "cuda" may be another maker's card
+        return False
+    page, attach_globally = ctypes.c_void_p(), 1
+    if driver.cuMemAllocManaged(ctypes.byref(page), ctypes.c_size_t(4096), attach_globally) != 0:
+        return False
+    driver.cuMemFree_v2(page)
+    return True
 
 
 def host_memory() -> Memory:

@@ -24,7 +24,7 @@ class Gauge:
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self.device, self.budget_bytes = device, budget_bytes
-        self._meter = Meter(budget_bytes) if device.type == "cpu" else None
+        self._meter = Meter(budget_bytes, one_memory=True) if device.type == "cpu" else None
         self._stack = ExitStack()
         self._highest = 0
 

@@ -16,13 +16,13 @@ of a sequence's, and 3 x hidden + 4 x kv_heads x head_dim elements a token while
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.memory.layer_call import LayerCall
-from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause
+from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause, standing_for
 from narrowboat.memory.offload import Held, Store
 from narrowboat.memory.tile import KeysValues, Outputs
 
@@ -62,20 +62,29 @@ def run_tiles(
     with cause(LAYER_INPUTS):  # of the next layer
         out = x.data if overwrite else torch.empty_like(x)
     with torch.no_grad(), call.visit():
-        for start in tile_starts(x, tile_tokens):
+        for start in each_tile(x, tile_tokens):
             stop = min(start + tile_tokens, x.shape[1])
             out[:, start:stop] = call.tile(x[:, start:stop], start, keys_values, outputs)
             extras.add(call.collect(), x.shape[0])
     return out, extras.tensors(x.shape[1]), keys_values
 
 
-def tile_starts(x: torch.Tensor, tile_tokens: int) -> Sequence[int]:
-    """Where the tiles of ``[batch, tokens, hidden]`` begin.
+def each_tile(x: torch.Tensor, tile_tokens: int, backwards: bool = False, with_last: bool = True) -> Iterator[int]:
+    """Where the tiles of ``[batch, tokens, hidden]`` begin, in turn.
 
-    A forecast's tensors have no values and all but a row's ends takes the same memory: four tiles stand for all.
+    A forecast's tensors have no values, and the tiles between a row's ends take the same memory and evenly growing
+    work: the first and the last of those stand for all of them.
     """
-    starts = range(0, x.shape[1], tile_tokens)
-    return [*starts[:2], *starts[-2:]] if is_fake(x) and len(starts) > 4 else starts
+    starts: Sequence[int] = range(0, x.shape[1], tile_tokens)
+    times = 1.0
+    if is_fake(x) and len(starts) > 4:
+        times = (len(starts) - 2) / 2
+        starts = [*starts[:2], *starts[-2:]]
+    between = starts[1:-1]
+    starts = starts if with_last else starts[:-1]
+    for start in reversed(starts) if backwards else starts:
+        with standing_for(times if start in between else 1.0):
+            yield start
 
 
 class _Left:
@@ -98,7 +107,7 @@ class _Left:
         if self._keys_values:
             return KeysValues.of(*(held.tile(0, num_tokens).transpose(1, 2) for held in self._keys_values))
         made = self._call.keys_values()
-        for start in tile_starts(like, self._tile_tokens)[:-1]:
+        for start in each_tile(like, self._tile_tokens, with_last=False):
             self._call.rebuild(self.input.tile(start, start + self._tile_tokens), start, made)
         return made
 
@@ -150,7 +159,7 @@ def _tiles_backward(
     keys_values = left.keys_values(out_grad)
     with cause(GRADIENTS):
         grads = [torch.zeros_like(p) for p in parameters]
-    for start in reversed(tile_starts(out_grad, tile_tokens)):
+    for start in each_tile(out_grad, tile_tokens, backwards=True):
         stop = min(start + tile_tokens, num_tokens)
         leaf = left.input.tile(start, stop).detach().requires_grad_(needs_input_grad)
         seeds = [out_grad[:, start:stop], *_cut_extras(extra_grads, num_rows, start, stop)]
@@ -160,6 +169,7 @@ def _tiles_backward(
         for grad, part in zip(grads, found, strict=True):
             if part is not None:
                 grad += part
+        del leaf, leaf_grad, found  # the next tile wants the room
     return grads
 
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from narrowboat.errors import ModelError
-from narrowboat.memory.meter import GRADIENTS, LOSS, cause
+from narrowboat.memory.meter import GRADIENTS, LOSS, cause, standing_for
 from narrowboat.memory.tail import Tail
 
 IGNORED = -100
@@ -154,7 +154,10 @@ def _pieces(targets: torch.Tensor, chunk_tokens: int, gather: bool) -> Iterator[
     if gather:
         flat = targets.reshape(-1)
         if is_fake(flat):  # a forecast has no values to ask: two chunks stand for all
-            yield from ((0, index) for index in torch.arange(len(flat), device=flat.device).split(chunk_tokens)[:2])
+            chunks = torch.arange(len(flat), device=flat.device).split(chunk_tokens)[:2]
+            for index, times in zip(chunks, (1.0, len(flat) / chunk_tokens - 1), strict=False):
+                with standing_for(times if len(index) == chunk_tokens else 1.0):
+                    yield 0, index
             return
         yield from ((0, index) for index in (flat >= 0).nonzero()[:, 0].split(chunk_tokens))
         return

@@ -56,6 +56,24 @@ def cause(name: str, place: Place = "device") -> Iterator[None]:
         _current.reset(token)
 
 
+_repeats: ContextVar[float] = ContextVar("narrowboat_repeats", default=1.0)
+
+
+@contextmanager
+def standing_for(times: float) -> Iterator[None]:
+    """In a forecast what is done inside stands for ``times`` of its kind, others of which are left out."""
+    token = _repeats.set(times)
+    try:
+        yield
+    finally:
+        _repeats.reset(token)
+
+
+def repeats() -> float:
+    """How many times over the present work counts."""
+    return _repeats.get()
+
+
 def account(tensor: torch.Tensor, name: str) -> None:
     """From here on count ``tensor``, already alive, under ``name``; free without a meter."""
     for mode in _get_current_dispatch_mode_stack():
@@ -78,11 +96,12 @@ class Meter(TorchDispatchMode):
 
     Args:
         budget_bytes: refuse the operator that would take the device above this; None only counts.
+        one_memory: the device's memory is the host's, as a CPU's is: what rests on the host counts as the device's.
     """
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    def __init__(self, budget_bytes: int | None = None, one_memory: bool = False) -> None:
         super().__init__()
-        self.budget_bytes = budget_bytes
+        self.budget_bytes, self._one_memory = budget_bytes, one_memory
         self._live: dict[tuple[str, Place], int] = defaultdict(int)
         self._live_device_bytes = 0
         self._peak_bytes = 0
@@ -90,6 +109,11 @@ class Meter(TorchDispatchMode):
         self._peak_by_place: dict[Place, int] = defaultdict(int)
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._slots: dict[int, tuple[str, Place]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside a meter; PyTorch's guard against it takes longer than the counting."""
+        return False
 
     def watch(self, tensor: torch.Tensor, name: str | None = None, place: Place | None = None) -> None:
         """Count ``tensor``'s storage, once, under ``name`` (default: the current cause) until it is freed."""
@@ -104,7 +128,10 @@ class Meter(TorchDispatchMode):
         if key in self._seen:
             return
         current_name, current_place = _current.get()
-        self._slots[key] = (name or current_name, place or current_place)
+        place = place or current_place
+        if place == "host" and self._one_memory:
+            place = "device"
+        self._slots[key] = (name or current_name, place)
         num_bytes = storage.nbytes()
         self._add(self._slots[key], num_bytes)
 

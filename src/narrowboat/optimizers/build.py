@@ -12,6 +12,7 @@ import torch
 
 from narrowboat.errors import OptionError
 from narrowboat.events import Notice, Tell
+from narrowboat.machine.hardware import can_page, describe_device
 from narrowboat.optimizers.buckets import DuringBackward, HostStates
 from narrowboat.optimizers.rebuilt import RebuiltAdamW
 from narrowboat.optimizers.table import KINDS, Groups, Kind
@@ -73,6 +74,8 @@ def settle_states(options: OptimizerOptions, device: torch.device, tell: Tell) -
         )
     if wanted == "paged" and device.type != "cuda":
         tell(Notice(f"optimizer.states: paged needs a CUDA card; on {device.type} states are not paged."))
+    elif wanted == "paged" and not can_page(device):
+        tell(Notice(f"optimizer.states: the driver of {describe_device(device)} cannot page; states stay on the card."))
     elif wanted == "host" and device.type == "cpu":
         tell(Notice("optimizer.states: host changes nothing on a CPU: states are in host memory already."))
     else:

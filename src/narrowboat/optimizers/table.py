@@ -132,12 +132,36 @@ def _maps(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _pytorch_optimizer(name: str, **fixed: Any) -> Callable[[Groups, Settings], Optimizer]:
     def make(groups: Groups, s: Settings) -> Optimizer:
-        kind = getattr(require("pytorch_optimizer", s.option), name)
-        betas = {"CAME": (*s.betas, 0.9999), "AdaFactor": (None, s.betas[1])}.get(name, s.betas)
+        betas = (None, s.betas[1]) if name == "AdaFactor" else s.betas
         more = {"eps": s.eps} if name in ("SophiaH", "ScheduleFreeAdamW") else {}
-        return kind(groups, lr=s.lr, betas=betas, **more, **fixed)
+        return _class_of(name, s)(groups, lr=s.lr, betas=betas, **more, **fixed)
 
     return make
+
+
+def _came(groups: Groups, s: Settings) -> Optimizer:
+    base = _class_of("CAME", s)
+
+    class Corrected(base):  # type: ignore[misc, valid-type]
+        """Its confidence begins at 0 and moves by a ten-thousandth a step; neither paper nor library makes up for that,
+        so it would begin with steps of ten to a hundred times its rate. Here the rate is corrected, as AdamW does.
+        """
+
+        def step(self, closure: Any = None) -> Any:
+            rates = [group["lr"] for group in self.param_groups]
+            for group in self.param_groups:
+                group["lr"] *= (1 - group["betas"][2] ** (group.get("step", 0) + 1)) ** 0.5
+            try:
+                return super().step(closure)
+            finally:
+                for group, rate in zip(self.param_groups, rates, strict=True):
+                    group["lr"] = rate
+
+    return Corrected(groups, lr=s.lr, betas=(*s.betas, 0.9999))
+
+
+def _class_of(name: str, s: Settings) -> Any:
+    return getattr(require("pytorch_optimizer", s.option), name)
 
 
 # Without the scaling by a weight's own size, which for an adapter's B, all zero at first, would mean to stand still.
@@ -156,7 +180,7 @@ KINDS: dict[OptimizerName, Kind] = {
     # m / h is cut at 0.01 and multiplied by the rate: the paper's rate is a hundredth of the library's.
     "sophia_h": Kind(8, _pytorch_optimizer("SophiaH"), betas=(0.965, 0.99), eps=1e-12, on_host=False, rate=100),
     "adafactor": Kind(0.04, _factored),
-    "came": Kind(4, _pytorch_optimizer("CAME")),
+    "came": Kind(4, _came),
     "adalomo": Kind(0.04, _factored, on_host=False),
     "schedule_free": Kind(8, _pytorch_optimizer("ScheduleFreeAdamW"), on_host=False),
 }

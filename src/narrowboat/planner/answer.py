@@ -129,10 +129,8 @@ def _offers(
     """What lossy options would need, the thriftiest plan taken with each; and how long a row would fit exactly."""
     for option, options in _lossy(search.work.options):
         other = other_search(options)
-        try:
-            yield Choice(other.choose(thriftiest.num_tokens, limits), True, option)
-        except BudgetError:
-            yield Choice(other.forecast(other.rungs[-1], thriftiest.num_tokens), False, option)
+        forecast = other.forecast(other.rungs[-1], thriftiest.num_tokens)
+        yield Choice(forecast, limits.allow(forecast), option)
     try:
         shorter = search.longest(limits)
         yield Choice(shorter, True, f"data.max_tokens: {shorter.num_tokens}")
@@ -156,10 +154,12 @@ def _with(options: Options, group: str, **changes: Any) -> Options:
 
 def _lengths(search: Search, num_tokens: int, limits: Limits) -> Iterator[Choice]:
     """Doubled from ``LENGTH_STEP`` to the first that does not fit."""
-    length = LENGTH_STEP
+    length, plan = LENGTH_STEP, None
     while length <= 2 * num_tokens:
         try:
-            yield Choice(search.choose(length, limits), True)
+            found = search.choose(length, limits, plan)
+            yield Choice(found, True)
+            plan = found.plan
         except BudgetError:
             yield Choice(search.forecast(search.rungs[-1], length), False)
             return

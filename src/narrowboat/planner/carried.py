@@ -47,6 +47,7 @@ class CarriedWork:
         segment_tokens: of the longest segment.
         num_segments: of the longest document.
         device_bytes: the device's memory.
+        on_card: whether that is another memory than the host's.
     """
 
     config: Any
@@ -55,6 +56,7 @@ class CarriedWork:
     segment_tokens: int
     num_segments: int
     device_bytes: int
+    on_card: bool = False
 
 
 def choose_carried(work: CarriedWork, budget_bytes: int, wanted: str = "auto") -> tuple[MemoryPlan, Reading]:
@@ -83,7 +85,7 @@ def forecast_carried(work: CarriedWork, plan: MemoryPlan) -> Reading:
     ).model  # on meta
     with FakeTensorMode(), ExitStack() as stack:
         give_fake_tensors(model)
-        meter = stack.enter_context(Meter())
+        meter = stack.enter_context(Meter(one_memory=not work.on_card))
         meter.watch_model(model)
         optimizer = build_optimizer(options.optimizer, model.named_parameters())
         carrier = Carrier(model, options.carry, work.device_bytes)

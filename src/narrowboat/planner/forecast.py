@@ -82,17 +82,20 @@ class Forecaster:
         self._rehearsals: dict[tuple[int, ...], Rehearsal] = {}
         self._traces: dict[Any, Trace] = {}
 
-    def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, in_full: bool = False) -> Forecast:
+    def forecast(
+        self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, many: bool = False, in_full: bool = False
+    ) -> Forecast:
         """The peak of a step in the middle of a run, optimizer states and gradients there.
 
         Args:
             plan: what the step does.
             num_tokens: of each row.
             num_rows: that go together.
+            many: many lengths will be asked for: rehearse three and carry on from them.
             in_full: rehearse every layer over the whole row instead of carrying on: slow, and the same.
         """
         if self.work.on_card and plan.weights == "disk":  # they come by copies, as from host memory
-            from_host = self.forecast(plan.model_copy(update={"weights": "host"}), num_tokens, num_rows)
+            from_host = self.forecast(plan.model_copy(update={"weights": "host"}), num_tokens, num_rows, many)
             resting = from_host.weights_away_bytes
             host, disk = from_host.host_bytes - resting, from_host.disk_bytes + resting
             return replace(from_host, plan=plan, host_bytes=host, disk_bytes=disk)
@@ -102,6 +105,8 @@ class Forecaster:
                 plan, num_rows, num_tokens
             )
         sample = sample_layers(self._layers, plan, self._adapters)
+        if not many:
+            return _Whole(self._trace(sample, num_rows, num_tokens), sample).forecast(plan, num_rows, num_tokens)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
         windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]
         steady = max([2 * plan.chunk_tokens, *windows])  # beyond it every further unit adds the same
@@ -175,6 +180,9 @@ class _Whole:
         forward, backward = [(FORWARD, i) for i in layers], [(BACKWARD, i) for i in reversed(layers)]
         order = [(START, 0), *forward, (LOSS, 0), *backward, (UPDATE, 0)]
         self._parts = [trace.parts[moment] for moment in order if moment in trace.parts]
+        self._busy = [
+            trace.parts[moment] for moment in order[1:-1] if moment in trace.parts
+        ]  # the rest is milliseconds
 
     def forecast(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Forecast:
         """Each place's peak; the causes are the device's."""
@@ -188,7 +196,7 @@ class _Whole:
             host_bytes=_total(host, "host"),
             disk_bytes=_total(disk, "disk"),
             by_cause=dict(sorted(by_cause.items(), key=lambda item: -item[1])),
-            work=sum((part.work for part in self._parts), Work()),
+            work=sum((part.work for part in self._busy), Work()),
             weights_away_bytes=sum(
                 size for (name, place), size in self._rest.items() if name == BASE_WEIGHTS and place != "device"
             ),

@@ -71,7 +71,7 @@ def _lines(search: Search, rungs: tuple[MemoryPlan, ...]) -> list[list[dict[str,
     """For each rung and length: bytes by cause, host, disk, and seconds."""
     found = []
     for plan in rungs:
-        forecasts = [search.forecast(plan, num_tokens) for num_tokens in LENGTHS]
+        forecasts = [search.forecast(plan, num_tokens, many=True) for num_tokens in LENGTHS]
         found.append(
             [
                 {"causes": f.by_cause, "host": f.host_bytes, "disk": f.disk_bytes, "seconds": f.seconds}

@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from narrowboat.machine.precision import parts_of
-from narrowboat.memory.meter import WORKING_SET, Meter
+from narrowboat.memory.meter import WORKING_SET, Meter, repeats
 from narrowboat.plan import Place
 
 Slot = tuple[str, Place]
@@ -53,21 +53,21 @@ class Work:
         disk_bytes: travelling between device and scratch file.
     """
 
-    products: int = 0
-    attention: int = 0
-    moved_bytes: int = 0
-    calls: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
+    products: float = 0
+    attention: float = 0
+    moved_bytes: float = 0
+    calls: float = 0
+    host_bytes: float = 0
+    disk_bytes: float = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(self.counts, other.counts, strict=True)))
 
-    def __mul__(self, times: int) -> Work:
+    def __mul__(self, times: float) -> Work:
         return Work(*(a * times for a in self.counts))
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def counts(self) -> tuple[float, ...]:
         """All of them, in order."""
         return tuple(getattr(self, field) for field in self.__slots__)
 
@@ -85,7 +85,7 @@ class Recorder(Meter):
     """
 
     def __init__(self, on_card: bool = False) -> None:
-        super().__init__()
+        super().__init__(one_memory=not on_card)
         self._on_card = on_card
         self.forget()
 
@@ -150,7 +150,7 @@ class Recorder(Meter):
         if self._on_card and func is _FLASH_BACKWARD:
             self._note("device", _inside_flash_backward(*args[1:4]))
         if not func.is_view:
-            self.work[self._moment].append(self._work_of(func, args, kwargs or {}, out))
+            self.work[self._moment].append(self._work_of(func, args, kwargs or {}, out) * repeats())
         return out
 
     def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:

@@ -73,7 +73,6 @@ class Rehearsal:
         clip_norm: float,
         on_card: bool = False,
     ) -> None:
-        self._model, self._clip_norm = model, clip_norm
         self._anatomy = Anatomy.of(model)
         self._fakes, self._recorder = RememberingFakeMode(), Recorder(on_card)
         with self._fakes:
@@ -81,7 +80,10 @@ class Rehearsal:
         with self._fakes, self._recorder:
             self._recorder.watch_model(model)
             self._optimizer = build_optimizer(model.named_parameters())
-            self._step(MemoryPlan(layers="keep"), 1, FIRST_TOKENS)  # the optimizer makes its states
+            self._engine = Engine(model, self._optimizer, MemoryPlan(layers="keep"), pad_id=0, clip_norm=clip_norm)
+            self._engine.__enter__()  # for good: the model is the rehearsal's own
+            for _ in range(2):  # the optimizer makes its states, the engine what could take them back
+                self._step(self._engine.plan, 1, FIRST_TOKENS)
 
     def run(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Trace:
         """One step over a micro-batch ``[num_rows, num_tokens]``."""
@@ -102,16 +104,15 @@ class Rehearsal:
         """Take a step; for each layer what belongs to it between steps."""
         zeros = np.zeros(num_tokens, dtype=np.int32)
         rows = [Row(zeros, zeros, (num_tokens,))] * num_rows
-        plan = plan.model_copy(update={"micro_batch_tokens": num_rows * num_tokens})
-        with Engine(self._model, self._optimizer, plan, pad_id=0, clip_norm=self._clip_norm) as engine:
-            self._recorder.begin(START)
-            engine.step(rows, learning_rate=1e-4, seed=0)
-            self._recorder.end()
-            return [self._own(layer.module) for layer in self._anatomy.layers]
+        self._engine.replan(plan.model_copy(update={"micro_batch_tokens": num_rows * num_tokens}))
+        self._recorder.begin(START)
+        self._engine.step(rows, 1e-4, seed=0, after_micro_batch=lambda: self._recorder.begin(UPDATE))
+        self._recorder.end()
+        return [self._own(layer.module) for layer in self._anatomy.layers]
 
     @contextmanager
     def _moments(self) -> Iterator[None]:
-        """Tell the recorder when a layer begins, forwards and backwards, when the loss does and when the update."""
+        """Tell the recorder when a layer begins, forwards and backwards, and when the loss does."""
         recorder = self._recorder
         with ExitStack() as stack:
             for i, layer in enumerate(self._anatomy.layers):
@@ -120,24 +121,7 @@ class Rehearsal:
                 stack.callback(module.register_forward_hook(lambda *given, i=i: self._announce(given[2], i)).remove)
             backbone = self._anatomy.backbone
             stack.callback(backbone.register_forward_hook(lambda *_: recorder.begin(LOSS)).remove)
-            stack.enter_context(self._before_update(lambda: recorder.begin(UPDATE)))
             yield
-
-    @contextmanager
-    def _before_update(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Not every optimizer has hooks."""
-        optimizer: Any = self._optimizer
-        own_step = optimizer.step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            tell()
-            return own_step(*args, **kwargs)
-
-        optimizer.step = step
-        try:
-            yield
-        finally:
-            optimizer.step = own_step
 
     def _announce(self, output: Any, layer: int) -> None:
         """Backwards a layer begins when the gradient of its output is there."""
@@ -150,6 +134,7 @@ class Rehearsal:
         grads = [p.grad for p in parameters if p.grad is not None]
         states = [t for p in parameters for t in self._optimizer.state.get(p, {}).values()]
         tensors = [p.data for p in parameters] + list(layer.buffers()) + grads
+        tensors += [copy for p in parameters for copy in self._engine.undo.copies_of(p)]
         return self._recorder.of(tensors + [t for t in states if isinstance(t, torch.Tensor)])
 
 

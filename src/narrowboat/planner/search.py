@@ -22,7 +22,7 @@ from narrowboat.planner.target import Limits, Target, target_here
 from narrowboat.units import format_bytes
 
 LOOK_AHEAD = 1
-"""Rungs below the first one that fits that may be faster all the same: neighbours are close."""
+"""Rungs beyond the best so far that may be better all the same: neighbours are close."""
 
 LENGTH_STEP = 1024
 """Longest rows are found to this many tokens."""
@@ -39,9 +39,9 @@ class Search:
         can_stream = not self._forecaster.untileable
         self.rungs = tuple(ladder(target.on_card, can_stream, wanted))
 
-    def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1) -> Forecast:
-        """With margin and seconds."""
-        bare = self._forecaster.forecast(plan, num_tokens, num_rows)
+    def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, many: bool = False) -> Forecast:
+        """With margin and seconds; ``many`` as for ``Forecaster.forecast``."""
+        bare = self._forecaster.forecast(plan, num_tokens, num_rows, many)
         rates, margin = self.target.rates, self.target.margin.of(bare.device_bytes)
         return replace(
             bare,
@@ -50,16 +50,22 @@ class Search:
             seconds=None if rates is None else seconds(bare.work, rates, self.target.on_card),
         )
 
-    def choose(self, num_tokens: int, limits: Limits) -> Forecast:
+    def choose(self, num_tokens: int, limits: Limits, shorter: MemoryPlan | None = None) -> Forecast:
         """The fastest plan for a row of ``num_tokens``.
+
+        Args:
+            num_tokens: of the row.
+            limits: what may be taken.
+            shorter: the fastest plan for a shorter row, if that is known: what did not fit it need not be tried.
 
         Raises:
             BudgetError: with the thriftiest plan, its largest parts and the limits.
         """
-        for i, plan in enumerate(self.rungs):
+        rungs = self.rungs if shorter is None else self.from_here_down(shorter)
+        for i, plan in enumerate(rungs):
             found = self.forecast(plan, num_tokens)
             if limits.allow(found):
-                near = (self.forecast(other, num_tokens) for other in self.rungs[i + 1 : i + 1 + LOOK_AHEAD])
+                near = (self.forecast(other, num_tokens) for other in rungs[i + 1 : i + 1 + LOOK_AHEAD])
                 fitting = [found, *(other for other in near if limits.allow(other))]
                 return min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.seconds or 0)
         raise BudgetError(self._refusal(found, limits))
@@ -77,21 +83,32 @@ class Search:
             BudgetError: not even a short row fits.
         """
         best: Forecast | None = None
-        for plan in reversed(self.rungs):
-            num_tokens = self._longest(plan, limits)
-            if best is not None and num_tokens < best.num_tokens:
+        num_shorter = 0
+        # The last rung takes longest to rehearse, so the one before it sets the mark.
+        for plan in (*self.rungs[-2:-1], self.rungs[-1], *reversed(self.rungs[:-2])):
+            mark = 0 if best is None else best.num_tokens
+            num_tokens = self._longest(plan, limits, mark)
+            if num_tokens > mark or (num_tokens == mark > 0 and plan != self.rungs[-1]):
+                best, num_shorter = self.forecast(plan, num_tokens), 0
+            elif plan != self.rungs[-1]:
+                num_shorter += 1
+            if num_shorter > LOOK_AHEAD:
                 break
-            if num_tokens:
-                best = self.forecast(plan, num_tokens)
         if best is None:
             raise BudgetError(self._refusal(self.forecast(self.rungs[-1], LENGTH_STEP), limits))
         return self._keep_layers(best, limits)
 
-    def _longest(self, plan: MemoryPlan, limits: Limits) -> int:
-        """Tokens of the longest row that ``plan`` fits in, in whole steps."""
-        return LENGTH_STEP * largest(
-            LONGEST_TOKENS // LENGTH_STEP, lambda n: limits.allow(self.forecast(plan, n * LENGTH_STEP))
-        )
+    def _longest(self, plan: MemoryPlan, limits: Limits, mark: int) -> int:
+        """Tokens of the longest row that ``plan`` fits in, in whole steps, if that is ``mark`` or more."""
+
+        def fits(num_tokens: int, many: bool = False) -> bool:
+            return limits.allow(self.forecast(plan, num_tokens, many=many))
+
+        if mark and plan != self.rungs[-1] and not fits(mark):
+            return 0
+        if mark and not fits(mark + LENGTH_STEP):
+            return mark
+        return LENGTH_STEP * largest(LONGEST_TOKENS // LENGTH_STEP, lambda n: fits(n * LENGTH_STEP, many=True))
 
     def _keep_layers(self, found: Forecast, limits: Limits) -> Forecast:
         """The same plan with as many layers kept as fit."""
