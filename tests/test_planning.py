@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+import narrowboat
 from narrowboat import planning
 from narrowboat.errors import BudgetError, ModelError, OptionError
 from narrowboat.options.load import load
@@ -41,6 +42,13 @@ def short_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(model: Path | str, tokens: int | None = 1024, here: bool = False, card: str = "", **flags: str) -> Any:
     given = {"model.name": str(model), "lora.rank": "4"} | {key.replace("__", "."): v for key, v in flags.items()}
     return planning.plan_for(planning.Question(load(None, given), tokens, card, here))
+
+
+def test_a_program_asks_without_a_command_line(small_model: Path) -> None:
+    options = load(None, {"model.name": str(small_model), "lora.rank": "4"})
+    found = narrowboat.plan_for(options, 1024, card="rtx-4090")
+    assert found.best.fits
+    assert found.best.forecast.plan.layers == "keep"
 
 
 def test_json_is_what_other_programs_read(small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

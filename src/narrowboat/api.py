@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from narrowboat import planning
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared
 from narrowboat.data.trains import Trains, TrainSchedule
@@ -50,6 +51,7 @@ from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan
+from narrowboat.planner.answer import Answer
 from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
 from narrowboat.planner.search import search_here
 from narrowboat.planner.target import limits_here
@@ -59,11 +61,26 @@ from narrowboat.train.governor import Governor
 from narrowboat.train.loop import Course, run
 from narrowboat.train.recovery import Recovery
 
-__all__ = ["evaluate", "export", "install", "meter", "train"]
+__all__ = ["evaluate", "export", "install", "meter", "plan_for", "train"]
 
 OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, REPORT = (
     "options.yaml", "plan.json", "checkpoints", "adapter", "report.html",
 )  # fmt: skip
+
+
+def plan_for(options: Options, num_tokens: int | None = None, card: str = "") -> Answer:
+    """What fits: the fastest plan for a row of ``num_tokens`` and its neighbours, on this machine or on a card.
+
+    Args:
+        options: the run's; no weight is read, and a model of the catalogue needs no download.
+        num_tokens: of the row; None asks for the longest one that fits.
+        card: a name of the catalogue, such as rtx-4090.
+
+    Raises:
+        OptionError: the model or card is unknown.
+        BudgetError: a budget is above what the machine or card has.
+    """
+    return planning.plan_for(planning.Question(options, num_tokens, card))
 
 
 def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnded:
