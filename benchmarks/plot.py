@@ -53,7 +53,7 @@ def _one(
     parts = [f'<text x="{left}" y="{TOP - 14}" font-weight="bold">{escape(title)}</text>']
     parts.append(f'<path d="M{left},{TOP}V{bottom}H{left + width}" fill="none" stroke="#888"/>')
     for x in sorted({x for x, _ in points}):
-        parts.append(f'<text x="{at(x, 1)[0]:.0f}" y="{bottom + 16}" text-anchor="middle">{x:,.0f}</text>')
+        parts.append(f'<text x="{at(x, 1)[0]:.0f}" y="{bottom + 16}" text-anchor="middle">{_plain(x)}</text>')
     parts.append(f'<text x="{left + width / 2}" y="{bottom + 34}" text-anchor="middle">{escape(x_name)}</text>')
     for tick in _ticks(y0, y1, is_linear):
         y = at(1, tick)[1]
@@ -67,6 +67,10 @@ def _one(
             f'<circle cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="3" fill="{colour}"/>' for p in path.split()
         ]
     return parts
+
+
+def _plain(x: float) -> str:
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
 
 
 def _ticks(low: float, high: float, is_linear: bool) -> list[float]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.recall --part perplexity
     python -m benchmarks.recall --part recall
-    python -m benchmarks.recall --part recall --policies snap --budgets 0.5     # one row measured again
+    python -m benchmarks.recall --part recall --policies snap --budgets 0.25    # a row more, or once more
 
 perplexity: modules of Python's standard library and licences, of which the last segment is predicted with what the
 policy kept of all before it; against nothing kept, and everything. recall: documents and dialogues (``facts.py``) with
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--part", choices=["perplexity", "recall"], required=True)
     parser.add_argument("--tokens", type=int, help="of a document [perplexity: 1536, recall: 384]")
     parser.add_argument("--segment", type=int, help="tokens of a segment [perplexity: 256, recall: 64]")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.25, 0.5], help="shares of the document")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5], help="shares of the document")
     parser.add_argument("--policies", nargs="*", default=[*ENDS, *POLICIES], choices=[*ENDS, *POLICIES])
     parser.add_argument("--steps", type=int, default=8, help="recall: optimizer steps, of a document and a dialogue")
     parser.add_argument("--pairs", type=int, default=6, help="recall: documents and dialogues that are asked about")
