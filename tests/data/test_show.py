@@ -52,8 +52,8 @@ def test_context_is_told_from_what_is_masked(tokenizer, write_lines, options_for
     text = "".join(f"Sentence number {i} is here. " for i in range(60))
     turns = [{"role": role, "content": f"{role} {i} says so."} for i in range(9) for role in ("user", "assistant")]
     path = write_lines([{"text": text}, {"messages": [{"role": "system", "content": "Be kind."}, *turns]}])
-    groups = {"segments": {"overlap": 45, "overlap_sides": "both"}, "dialogues": {"policy": "windows"}}
-    prepared = prepare(options_for(path, groups, max_tokens=100), tokenizer, 8192, lambda event: None)
+    groups = {"segments": {"overlap": 60, "overlap_sides": "both"}, "dialogues": {"policy": "windows"}}
+    prepared = prepare(options_for(path, groups, max_tokens=140), tokenizer, 8192, lambda event: None)
     store = prepared.train.store
     examples = [store[number] for number in range(len(store))]
     second = next(example for example in examples if example.document == 0 and example.segment == 1)
@@ -69,4 +69,4 @@ def test_context_is_told_from_what_is_masked(tokenizer, write_lines, options_for
     shown = coloured(second, tokenizer, MARKS)
     assert shown.plain == f"⟨{before}⟩⟦{own}⟧⟨{after}⟩"
     assert [span.style for span in shown.spans] == [CONTEXT, LEARNT, CONTEXT]
-    assert "tokens learnt, 45 context" in printed(*samples(prepared, tokenizer, 3))
+    assert "tokens learnt, 60 context" in printed(*samples(prepared, tokenizer, 3))

@@ -154,7 +154,8 @@ def _pieces(targets: torch.Tensor, chunk_tokens: int, gather: bool) -> Iterator[
     if gather:
         flat = targets.reshape(-1)
         if is_fake(flat):  # a forecast has no values to ask: two chunks stand for all
-            chunks = torch.arange(len(flat), device=flat.device).split(chunk_tokens)[:2]
+            index = torch.arange(len(flat), device=flat.device)
+            chunks = [part for part in (index[:chunk_tokens], index[chunk_tokens : 2 * chunk_tokens]) if len(part)]
             for index, times in zip(chunks, (1.0, len(flat) / chunk_tokens - 1), strict=False):
                 with standing_for(times if len(index) == chunk_tokens else 1.0):
                     yield 0, index
