@@ -158,7 +158,8 @@ def write(folder: Path, benchmark: str, rows: Sequence[Row], machine: dict[str, 
     stem.with_suffix(".json").write_text(_as_json(rows, machine) + "\n", encoding="utf-8")
     tokens, layers = (sorted({getattr(row, what) for row in rows}) for what in ("tokens", "layers"))
     command = f"python -m benchmarks.{benchmark} --tokens {_words(tokens)} --layers {_words(layers)} --results {folder}"
-    said = f"`{command}`, on {machine['cores']} cores with PyTorch {machine['torch']}; shares are of {baseline}'s."
+    said = f"`{command}`, on {machine['cores']} cores with PyTorch {machine['torch']}; shares are of {baseline}'s. "
+    said += "Seconds by the clock are there where the machine was quiet; processor seconds are from `--threads 1`."
     page = [
         said,
         table(rows, baseline),
