@@ -1,24 +1,26 @@
 """Preparing data: speed against the bare tokenizer, three splitters and TRL; how full packed rows are; memory.
 
-    python -m benchmarks.data --json
-    python -m benchmarks.data --gigabytes 2     also prepares 2 GB, half of it one document, and reads resident memory
+    pip install semantic-text-splitter semchunk langchain-text-splitters
+    python -m benchmarks.data                                  speed and packing, into benchmarks/results/data.{json,md}
+    python -m benchmarks.data --parts memory --gigabytes 2     prepares 2 GB, half of it one document, half an hour
+    python -m benchmarks.data --json                           to the screen
 
 All on one core, in CPU seconds, because wall time says more about what else the machine does. Every system gets the
-same text and the same tokenizer, the best of a few turns counts, and the turns of all systems alternate. The splitters'
-time is that of cutting alone: what they return still has to be tokenised. A splitter that is not installed is left out.
+same text and the same tokenizer and runs right behind the bare tokenizer, a few times; medians count. The bare
+tokenizer is the tokenizers library at its fastest: ids and no offsets. The splitters' time is that of cutting alone:
+what they return still has to be tokenised. A splitter that is not installed is left out. Resident memory is read five
+times a second, of the process with everything in it, the interpreter and PyTorch included.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import json
 import os
 import platform
 import pydoc_data.topics
-import sysconfig
 import tempfile
 import threading
 import time
@@ -26,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import median
 from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -35,18 +37,14 @@ import numpy as np
 import psutil
 from transformers import AutoTokenizer
 
-from narrowboat.data.account import Account
-from narrowboat.data.making import Maker
+from benchmarks.splitters import BARE, System, systems, texts
 from narrowboat.data.packing import row_numbers
 from narrowboat.data.prepare import prepare
-from narrowboat.data.records import Text
-from narrowboat.data.store import to_batch
 from narrowboat.model.embedded import fetch
 from narrowboat.options.schema import Options
 
 TURNS = 5
-System = Callable[[Sequence[str]], Sequence[Any]]
-"""Texts to what it makes of them: pieces of text, or token ids."""
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass
@@ -64,87 +62,28 @@ class Reading:
     num_above_limit: int
 
 
-def texts() -> dict[str, list[str]]:
-    """Long text that every machine has: Python's language reference, and its library's larger modules."""
-    topics = list(pydoc_data.topics.topics.values())
-    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"), key=lambda path: -path.stat().st_size)
-    return {
-        "prose": ["\n\n".join(topics[i::8]) for i in range(8)],
-        "code": [path.read_text(encoding="utf-8") for path in modules[:24]],
-    }
-
-
-def systems(tokenizer: Any, limit: int, kind: str) -> Iterator[tuple[str, System]]:
-    """Those that are installed."""
-    backend = tokenizer.backend_tokenizer
-    yield "bare tokenizer", lambda docs: tokenizer(list(docs), add_special_tokens=False)["input_ids"]
-    maker = Maker(Options.model_validate({"data": {"max_tokens": limit}}), tokenizer, limit)
-
-    def narrowboat(docs: Sequence[str]) -> Sequence[Any]:
-        made = maker.make([(i, Text("", text, kind)) for i, text in enumerate(docs)], Account())
-        to_batch(made)  # as it is kept
-        return [example.input_ids for example in made]
-
-    yield "narrowboat", narrowboat
-    if importlib.util.find_spec("semantic_text_splitter"):
-        import semantic_text_splitter  # type: ignore[import-not-found,unused-ignore]
-
-        semantic = semantic_text_splitter.TextSplitter.from_huggingface_tokenizer(backend, limit)
-        yield "semantic-text-splitter", lambda docs: [piece for text in docs for piece in semantic.chunks(text)]
-    if importlib.util.find_spec("semchunk"):
-        import semchunk  # type: ignore[import-not-found,unused-ignore]
-
-        chunker = semchunk.chunkerify(backend, limit, memoize=False)
-        yield "semchunk", lambda docs: [piece for text in docs for piece in chunker(text)]
-    if importlib.util.find_spec("langchain_text_splitters"):
-        from langchain_text_splitters import (  # type: ignore[import-not-found,unused-ignore]
-            RecursiveCharacterTextSplitter,
-        )
-
-        recursive = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
-            tokenizer, chunk_size=limit, chunk_overlap=0
-        )
-        yield "langchain-text-splitters", lambda docs: [piece for text in docs for piece in recursive.split_text(text)]
-    yield "trl", lambda docs: _trl(tokenizer, docs, limit)
-
-
-def _trl(tokenizer: Any, docs: Sequence[str], limit: int) -> Sequence[Any]:
-    """What its trainer does with text: end token, tokenise, pack into rows of ``limit``; it cuts anywhere."""
-    import datasets
-    from trl import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory() as folder:
-        config = SFTConfig(
-            output_dir=folder, max_length=limit, packing=True, packing_strategy="bfd_split", report_to=[], use_cpu=True
-        )
-        trainer = SimpleNamespace(
-            _tokenizer=tokenizer, chat_template=None, completion_only_loss=False, assistant_only_loss=False
-        )
-        data = datasets.Dataset.from_dict({"text": list(docs)})
-        rows = SFTTrainer._prepare_dataset(trainer, data, tokenizer, config, True, None, "train")
-        return [np.array(row) for row in rows["input_ids"]]
-
-
 def measure(tokenizer: Any, kind: str, docs: Sequence[str], limit: int) -> list[Reading]:
-    """Every system's best of ``TURNS``, their turns alternating."""
-    candidates = list(systems(tokenizer, limit, "python" if kind == "code" else "prose"))
-    best: dict[str, float] = {}
-    made: dict[str, Sequence[Any]] = {}
-    for _ in range(TURNS):
-        for name, system in candidates:
-            began = time.process_time()
-            made[name] = system(docs)
-            best[name] = min(best.get(name, float("inf")), time.process_time() - began)
-    num_tokens = sum(len(ids) for ids in made["bare tokenizer"])
+    """Every system in ``TURNS`` turns, each right behind the bare tokenizer; the medians of both."""
+    candidates = dict(systems(tokenizer, limit, "python" if kind == "code" else "prose"))
     readings = []
-    for name, seconds in best.items():
-        lengths = [_num_tokens(tokenizer, piece) for piece in made[name]]
-        above = sum(length > limit for length in lengths) if name != "bare tokenizer" else 0
-        share = best["bare tokenizer"] / seconds
-        readings.append(Reading(name, kind, limit, num_tokens, seconds, None, share, len(lengths), above))
+    for name, system in candidates.items():
+        seconds, shares = [], []
+        for _ in range(TURNS):
+            (bare, ids), (own, made) = (_timed(one, docs) for one in (candidates[BARE[0]], system))
+            seconds.append(own)
+            shares.append(bare / own)
+        num_tokens = sum(map(len, ids))
+        lengths = [_num_tokens(tokenizer, piece) for piece in made]
+        above = sum(length > limit for length in lengths) if name not in BARE else 0
+        times = median(seconds), None, median(shares)
+        readings.append(Reading(name, kind, limit, num_tokens, *times, len(lengths), above))
     return readings
+
+
+def _timed(system: System, docs: Sequence[str]) -> tuple[float, Sequence[Any]]:
+    began = time.process_time()
+    made = system(docs)
+    return time.process_time() - began, made
 
 
 def _num_tokens(tokenizer: Any, piece: Any) -> int:
@@ -214,6 +153,7 @@ def measure_memory(tokenizer: Any, gigabytes: float, workers: int) -> dict[str, 
             prepared = prepare(options, tokenizer, 8192, lambda event: None, Path(name) / "cache")
         return {
             "name": f"resident memory, {workers} workers",
+            "workers": workers,
             "tokens": prepared.account.read_tokens,
             "input_bytes": sum(path.stat().st_size for path in paths),
             "seconds": time.monotonic() - began,
@@ -271,31 +211,90 @@ def machine() -> dict[str, Any]:
     return cpu | {"python": platform.python_version(), "versions": versions}
 
 
-def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--limits", type=int, nargs="*", default=[512, 2048], help="tokens of a segment")
-    parser.add_argument("--gigabytes", type=float, default=0, help="also prepare so many GB")
-    parser.add_argument("--workers", type=int, default=1, help="processes that prepare them")
-    arguments = parser.parse_args()
+def measured(parts: Sequence[str], limits: Sequence[int], gigabytes: float, workers: int) -> list[dict[str, Any]]:
+    """Rows of the wanted parts."""
     tokenizer = AutoTokenizer.from_pretrained(fetch(lambda event: None))
     tokenizer.model_max_length = 10**9
     rows: list[dict[str, Any]] = []
     with contextlib.redirect_stdout(io.StringIO()):  # some systems talk
-        if arguments.gigabytes:
-            rows.append(measure_memory(tokenizer, arguments.gigabytes, arguments.workers))
-        for limit in arguments.limits:
+        if "memory" in parts:
+            rows.append(measure_memory(tokenizer, gigabytes, workers))
+        for limit in limits if "speed" in parts else ():
             for kind, docs in texts().items():
                 rows += [asdict(reading) for reading in measure(tokenizer, kind, docs, limit)]
-        for row_tokens in (8192, 8193):
+        for row_tokens in (8192, 8193) if "packing" in parts else ():
             rows += [asdict(packed) for packed in measure_packing(row_tokens)]
+    return rows
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    lines = ["# Preparing data", "", "`python -m benchmarks.data` says what was measured, and how.", ""]
+    speed = [row for row in rows if "share_of_tokenizer" in row]
+    if speed:
+        cases = list(dict.fromkeys((row["text"], row["limit"]) for row in speed))
+        lines += ["Speed as a share of the bare tokenizer's, on one core; in brackets pieces above the limit.", ""]
+        lines += [f"| system | {' | '.join(f'{text}, {limit:,} tokens' for text, limit in cases)} |"]
+        lines += ["|---" + "|--:" * len(cases) + "|"]
+        for name in dict.fromkeys(row["name"] for row in speed):
+            found = {(row["text"], row["limit"]): row for row in speed if row["name"] == name}
+            cells = [f"{row['share_of_tokenizer']:.2f}" + _above(row) for row in map(found.__getitem__, cases)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        rate = {row["text"]: row["tokens"] / row["seconds"] for row in speed if row["name"] == BARE[0]}
+        told = " and ".join(f"{tokens:,.0f} tokens of {text}" for text, tokens in rate.items())
+        lines += ["", f"The bare tokenizer did {told} in a CPU second.", ""]
+    packing = [row for row in rows if "row_fill" in row]
+    if packing:
+        lines += ["Rows for 3,000 examples.", "", "| row length | packing | rows | of best-fit-decreasing | full |"]
+        lines += ["|--:|---|--:|--:|--:|"]
+        for row in packing:
+            of = row["num_rows"] / row["num_rows_best_fit_decreasing"]
+            name = row["name"].partition(", ")[2]
+            lines.append(f"| {row['row_tokens']:,} | {name} | {row['num_rows']:,} | {of:.4f} | {row['row_fill']:.2%} |")
+        lines.append("")
+    memory = [row for row in rows if "input_bytes" in row]
+    if memory:
+        lines += ["Resident memory while preparing, half of the input being one document.", ""]
+        lines += ["| input | tokens | workers | this process | largest worker |", "|--:|--:|--:|--:|--:|"]
+        for row in memory:
+            worker = f"{row['peak_bytes_of_largest_worker'] / 2**20:,.0f} MiB" if row["workers"] > 1 else ""
+            lines.append(
+                f"| {row['input_bytes'] / 1e9:.1f} GB | {row['tokens']:,} | {row['workers']} | "
+                f"{row['peak_bytes'] / 2**20:,.0f} MiB | {worker} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _above(row: dict[str, Any]) -> str:
+    return f" ({row['num_above_limit']:,})" if row["num_above_limit"] else ""
+
+
+def keep(rows: Sequence[dict[str, Any]]) -> None:
+    """Write the results, with those of other parts and systems that were measured before."""
+    path = RESULTS / "data.json"
+    old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    kept = {tuple(row.get(key) for key in ("name", "text", "limit", "row_tokens")): row for row in [*old, *rows]}
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"rows": [*kept.values()], "machine": machine()}, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "data.md").write_text(page([*kept.values()]), encoding="utf-8")
+
+
+def main() -> None:
+    """Measure, and keep or print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.add_argument("--parts", nargs="+", choices=("speed", "packing", "memory"), default=["speed", "packing"])
+    parser.add_argument("--limits", type=int, nargs="+", default=[512, 2048], help="tokens of a segment")
+    parser.add_argument("--gigabytes", type=float, default=2, help="of the input whose memory is read")
+    parser.add_argument("--workers", type=int, default=1, help="processes that prepare it")
+    arguments = parser.parse_args()
+    rows = measured(arguments.parts, arguments.limits, arguments.gigabytes, arguments.workers)
     if arguments.json:
         print(json.dumps({"rows": rows, "machine": machine()}, indent=1))
-        return
-    for row in rows:
-        cells = (f"{key} {value:,.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
-        print("  ".join(cells))
+    else:
+        keep(rows)
+        print(page(rows))
 
 
 if __name__ == "__main__":

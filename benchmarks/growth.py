@@ -1,34 +1,35 @@
 """How bytes and seconds grow with the tokens: full attention, a window, shifted sparse attention, and a carry.
 
-    python -m benchmarks.growth --json
-    python -m benchmarks.growth --tokens 1024 4096 16384 65536 --plot docs/images/growth.svg
+    python -m benchmarks.growth                                        # 1,024 to 65,536 tokens
+    python -m benchmarks.growth --schemes full --tokens 1024 4096      # some rows measured again
+    python -m benchmarks.growth --tokens                               # table and plot of the rows that are there
 
 One training step (AdamW on a rank-8 adapter) of a small random Llama on random tokens, layers recomputed unless a carry
 keeps a segment's activations; peak bytes by the meter without the weights, CPU seconds of one core.
 
-A growth order is the slope of log(bytes) or log(seconds) over log(tokens) between the last two lengths that were
-measured: 1 is linear, 2 quadratic, 0 no growth. A scheme whose step took longer than ``--seconds`` is not tried on
-longer rows.
+A growth order is the slope of log(bytes) or log(seconds) over log(tokens), fitted from 4,096 tokens on: 0 is no growth,
+1 linear, 2 quadratic. How seconds grow with the window is measured in the same way, at 16,384 tokens. A scheme whose
+step took longer than ``--seconds`` is not tried on longer rows. Rows, table and plot:
+``benchmarks/results/growth.{json,md,svg}``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import tables
+from benchmarks.plot import Line, chart
 from narrowboat.data.examples import Row
 from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
@@ -38,7 +39,9 @@ from narrowboat.memory.schemes import Scheme
 from narrowboat.options.schema import CarryOptions
 from narrowboat.plan import MemoryPlan
 
+KEYS = ("name", "tokens", "window")
 SEGMENT_TOKENS = WINDOW = 512
+WINDOWS, WINDOW_AT, FIT_FROM = (256, 1024, 2048), 16384, 4096
 RECOMPUTE, KEEP = MemoryPlan(layers="recompute"), MemoryPlan(layers="keep")
 
 
@@ -48,6 +51,7 @@ class Reading:
 
     name: str
     tokens: int
+    window: int
     peak_bytes: int
     seconds: float
 
@@ -63,106 +67,140 @@ def small_llama() -> PeftModel:
     return get_peft_model(LlamaForCausalLM(config), lora)
 
 
-def plain(scheme: Scheme | None) -> Callable[[PeftModel, int], tuple[Engine, Row]]:
-    """A whole row under ``scheme``."""
+Make = Callable[[PeftModel, int, int], tuple[Engine, Row]]
+"""From a model, tokens and a window."""
 
-    def make(model: PeftModel, num_tokens: int) -> tuple[Engine, Row]:
+
+def full(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, Row]:
+    """A whole row, each token of which sees all before it."""
+    ids = _ids(num_tokens)
+    return Engine(model, _optimizer(model), RECOMPUTE, 0), Row(ids, ids, (num_tokens,))
+
+
+def sparse(is_shifted: bool) -> Make:
+    """A whole row under a scheme."""
+
+    def make(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, Row]:
         ids = _ids(num_tokens)
-        return Engine(model, _optimizer(model), RECOMPUTE, 0, scheme=scheme), Row(ids, ids, (num_tokens,))
+        return Engine(model, _optimizer(model), RECOMPUTE, 0, scheme=Scheme(window, is_shifted)), Row(
+            ids, ids, (num_tokens,)
+        )
 
     return make
 
 
-def carried(plan: MemoryPlan, **options: str) -> Callable[[PeftModel, int], tuple[Engine, Row]]:
-    """Segments of a document that carry ``WINDOW`` tokens, unless ``options`` say otherwise."""
+def carried(plan: MemoryPlan, **options: str) -> Make:
+    """Segments of a document that carry ``window`` tokens."""
 
-    def make(model: PeftModel, num_tokens: int) -> tuple[Engine, Row]:
-        carry = CarryOptions.model_validate({"policy": "sinks", "budget": str(WINDOW)} | options)
+    def make(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, Row]:
+        carry = CarryOptions.model_validate({"policy": "sinks", "budget": str(window)} | options)
         ids, lengths = _ids(num_tokens), (SEGMENT_TOKENS,) * (num_tokens // SEGMENT_TOKENS)
         return Engine(model, _optimizer(model), plan, 0, carrier=Carrier(model, carry, 2**30)), Train(ids, ids, lengths)
 
     return make
 
 
-SCHEMES: dict[str, Callable[[PeftModel, int], tuple[Engine, Row]]] = {
+SCHEMES: dict[str, Make] = {
+    "full": full,
+    "sliding window": sparse(is_shifted=False),
+    "shifted sparse": sparse(is_shifted=True),
     "carry, cut": carried(KEEP),
     "carry, cut, recompute": carried(RECOMPUTE),
-    "full": plain(None),
-    "sliding window": plain(Scheme(WINDOW)),
-    "shifted sparse": plain(Scheme(WINDOW, is_shifted=True)),
     "carry, within 4 segments": carried(KEEP, gradients="4"),
 }
 
 
-def measure(name: str, num_tokens: int) -> Reading:
-    """One step for seconds, the next under the meter for bytes."""
+def measure(name: str, num_tokens: int, window: int = WINDOW) -> Reading:
+    """A step to get going, the median of up to five for seconds, and one under the meter for bytes."""
     model = small_llama()
-    engine, row = SCHEMES[name](model, num_tokens)
+    engine, row = SCHEMES[name](model, num_tokens, window)
+    seconds: list[float] = []
     with engine:
-        began = time.process_time()
-        engine.step([row], 1e-4, seed=0)
-        seconds = time.process_time() - began
+        for seed in range(6):
+            began = time.process_time()
+            engine.step([row], 1e-4, seed=seed)
+            seconds.append(time.process_time() - began)
+            if sum(seconds) > 4:
+                break
         with Meter() as meter:
             meter.watch_model(model)
             weights = meter.live.device_bytes
-            engine.step([row], 1e-4, seed=1)
-    return Reading(name, num_tokens, meter.peak.device_bytes - weights, seconds)
+            engine.step([row], 1e-4, seed=6)
+    return Reading(name, num_tokens, window, meter.peak.device_bytes - weights, median(seconds[1:] or seconds))
 
 
-def growth_order(readings: list[Reading], what: str) -> float:
-    """Slope between the last two lengths in a log-log plot."""
-    if len(readings) < 2:
-        return math.nan
-    (x0, y0), (x1, y1) = [(r.tokens, getattr(r, what)) for r in readings[-2:]]
-    return math.log(y1 / y0) / math.log(x1 / x0)
+def growth_order(rows: Sequence[tables.Row], what: str, along: str = "tokens") -> float:
+    """Slope of the straight line that fits a log-log plot best, from ``FIT_FROM`` tokens on."""
+    long = [row for row in rows if row["tokens"] >= FIT_FROM]
+    x, y = (np.log([row[which] for row in long]) for which in (along, what))
+    return float(np.polyfit(x, y, 1)[0]) if len(long) > 1 else math.nan
 
 
-def plot(rows: list[Reading], path: Path) -> None:
-    """Peak bytes, and seconds, over tokens, as one SVG with logarithmic axes."""
-    from benchmarks.plot import Line, chart
-
-    names = dict.fromkeys(row.name for row in rows)
-    charts = []
-    for title, what, unit in (
-        ("Peak memory above the weights", "peak_bytes", 2**20),
-        ("CPU seconds a step", "seconds", 1),
+def report(rows: Sequence[tables.Row]) -> None:
+    """Table and plot of all rows that there are."""
+    names = [name for name in SCHEMES if any(row["name"] == name for row in rows)]
+    lengths = sorted({row["tokens"] for row in rows if row["window"] == WINDOW})
+    usual = {(row["name"], row["tokens"]): row for row in rows if row["window"] == WINDOW}
+    text = (
+        "# How bytes and seconds grow\n\nOne training step of a small Llama (two layers of 4 heads of 32), window, "
+        f"segments and budget of {WINDOW} tokens, one core. `python -m benchmarks.growth`; a scheme whose step took "
+        f"more than 20 seconds was not tried on longer rows. Fitted from {FIT_FROM:,} tokens on.\n"
+    )
+    for title, what, form in (
+        ("Peak above the weights, MiB", "peak_bytes", lambda value: f"{value / 2**20:.1f}"),
+        ("CPU seconds a step", "seconds", lambda value: f"{value:.2f}"),
     ):
-        lines = [Line(n, [(r.tokens, getattr(r, what) / unit) for r in rows if r.name == n]) for n in names]
-        charts.append((title + (", MiB" if unit > 1 else ""), lines))
-    path.write_text(chart(charts, "tokens of the document"), encoding="utf-8")
+        body = []
+        for name in names:
+            mine = [usual[name, length] for length in lengths if (name, length) in usual]
+            cells = [form(usual[name, n][what]) if (name, n) in usual else "" for n in lengths]
+            body.append([name, *cells, f"tokens^{_plain(growth_order(mine, what))}"])
+        text += f"\n{title}:\n\n" + tables.table(["", *(f"{n:,}" for n in lengths), "grows as"], body)
+    text += (
+        f"\nThe same at {WINDOW_AT:,} tokens over windows (budgets) of {WINDOWS[0]:,} to {WINDOWS[-1]:,} tokens:\n\n"
+    )
+    body = []
+    for name in names:
+        mine = [row for row in rows if row["name"] == name and row["tokens"] == WINDOW_AT]
+        if len(mine) > 1:
+            orders = [growth_order(mine, what, "window") for what in ("peak_bytes", "seconds")]
+            body.append([name, *(f"window^{_plain(order)}" for order in orders)])
+    text += tables.table(["", "peak grows as", "seconds grow as"], body)
+    tables.write("growth", "md", text)
+    charts = [
+        (title, [Line(n, [(x, usual[n, x][what] / unit) for x in lengths if (n, x) in usual]) for n in names])
+        for title, what, unit in (
+            ("Peak memory above the weights, MiB", "peak_bytes", 2**20),
+            ("CPU seconds a step", "seconds", 1),
+        )
+    ]
+    tables.write("growth", "svg", chart(charts, "tokens of the document"))
+
+
+def _plain(order: float) -> str:
+    return f"{round(order, 2) + 0.0:.2f}"  # -0.00 is 0.00
 
 
 def main() -> None:
-    """Measure, print, plot."""
+    """Measure, write down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2**n for n in range(10, 17)])
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=list(SCHEMES))
-    parser.add_argument("--seconds", type=float, default=60, help="longest step after which longer rows are tried")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seconds", type=float, default=20, help="longest step after which longer rows are tried")
     arguments = parser.parse_args()
-    rows: list[Reading] = []
+    if arguments.tokens:
+        measure("carry, cut", 1024)  # to get going
     for name in arguments.schemes:
-        for num_tokens in arguments.tokens:
-            rows.append(measure(name, num_tokens))
-            print(rows[-1], file=sys.stderr, flush=True)
-            if rows[-1].seconds > arguments.seconds:
+        sizes = [(tokens, WINDOW) for tokens in arguments.tokens]
+        if name in ("sliding window", "carry, cut") and WINDOW_AT in arguments.tokens:
+            sizes += [(WINDOW_AT, window) for window in WINDOWS]
+        for tokens, window in sizes:
+            reading = measure(name, tokens, window)
+            print(reading, file=sys.stderr, flush=True)
+            report(tables.merge("growth", [asdict(reading)], KEYS))
+            if reading.seconds > arguments.seconds:
                 break
-    orders = {
-        name: {what: growth_order([r for r in rows if r.name == name], what) for what in ("peak_bytes", "seconds")}
-        for name in arguments.schemes
-    }
-    if arguments.plot:
-        plot(rows, arguments.plot)
-    if arguments.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
-                   "cores": os.cpu_count(), "torch": torch.__version__}  # fmt: skip
-        print(json.dumps({"rows": [asdict(row) for row in rows], "orders": orders, "machine": machine}, indent=1))
-        return
-    for row in rows:
-        print(f"{row.name:26} {row.tokens:>8,} tokens {row.peak_bytes / 2**20:>9.1f} MiB {row.seconds:>8.2f} s")
-    for name, order in orders.items():
-        print(f"{name:26} bytes ~ tokens^{order['peak_bytes']:.2f}, seconds ~ tokens^{order['seconds']:.2f}")
+    report(tables.merge("growth", [], KEYS))
 
 
 def _optimizer(model: PeftModel) -> torch.optim.Optimizer:

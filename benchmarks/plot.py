@@ -1,9 +1,9 @@
-"""Line charts as SVG text: logarithmic axes, a legend, nothing else; no library is needed to draw or to read them."""
+"""Line charts as SVG text: axes, a legend, nothing else; no library is needed to draw or to read them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -19,8 +19,8 @@ class Line:
     points: Sequence[tuple[float, float]]
 
 
-def chart(charts: Sequence[tuple[str, Sequence[Line]]], x_name: str) -> str:
-    """Charts of the same lines side by side, one legend below."""
+def chart(charts: Sequence[tuple[str, Sequence[Line]]], x_name: str, linear: Collection[str] = ()) -> str:
+    """Charts side by side, one legend below; axes are logarithmic but for the heights of those titled in ``linear``."""
     names = list(dict.fromkeys(line.name for _, lines in charts for line in lines))
     total_width, total_height = (WIDTH + LEFT) * len(charts) + 20, HEIGHT + TOP + 60 + 18 * math.ceil(len(names) / 3)
     parts = [
@@ -29,7 +29,7 @@ def chart(charts: Sequence[tuple[str, Sequence[Line]]], x_name: str) -> str:
         f'<rect width="{total_width}" height="{total_height}" fill="white"/>',
     ]
     for number, (title, lines) in enumerate(charts):
-        parts += _one(title, lines, x_name, names, LEFT + number * (WIDTH + LEFT))
+        parts += _one(title, lines, x_name, names, LEFT + number * (WIDTH + LEFT), title in linear)
     for i, name in enumerate(names):
         x, y = LEFT + 240 * (i % 3), HEIGHT + TOP + 60 + 18 * (i // 3)
         parts.append(f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{COLOURS[i % len(COLOURS)]}"/>')
@@ -37,22 +37,27 @@ def chart(charts: Sequence[tuple[str, Sequence[Line]]], x_name: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _one(title: str, lines: Sequence[Line], x_name: str, names: Sequence[str], left: float) -> list[str]:
+def _one(
+    title: str, lines: Sequence[Line], x_name: str, names: Sequence[str], left: float, is_linear: bool
+) -> list[str]:
     points = [point for line in lines for point in line.points]
-    (x0, x1), (y0, y1) = _span([x for x, _ in points]), _span([y for _, y in points])
+    (x0, x1), (y0, y1) = _span([x for x, _ in points]), _span([max(y, 1e-9) for _, y in points])
+    if is_linear:
+        y0, y1 = 0.0, 1.05 * max(y for _, y in points)
     width, bottom = WIDTH - 20, TOP + HEIGHT
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return (left + width * (math.log(x) - x0) / (x1 - x0), bottom - HEIGHT * (math.log(y) - y0) / (y1 - y0))
+        height = y if is_linear else math.log(y)
+        return (left + width * (math.log(x) - x0) / (x1 - x0), bottom - HEIGHT * (height - y0) / (y1 - y0))
 
     parts = [f'<text x="{left}" y="{TOP - 14}" font-weight="bold">{escape(title)}</text>']
     parts.append(f'<path d="M{left},{TOP}V{bottom}H{left + width}" fill="none" stroke="#888"/>')
     for x in sorted({x for x, _ in points}):
         parts.append(f'<text x="{at(x, 1)[0]:.0f}" y="{bottom + 16}" text-anchor="middle">{x:,.0f}</text>')
     parts.append(f'<text x="{left + width / 2}" y="{bottom + 34}" text-anchor="middle">{escape(x_name)}</text>')
-    for power in range(math.ceil(y0 / math.log(10)), math.floor(y1 / math.log(10)) + 1):
-        y = at(1, 10.0**power)[1]
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{10.0**power:g}</text>')
+    for tick in _ticks(y0, y1, is_linear):
+        y = at(1, tick)[1]
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{tick:g}</text>')
         parts.append(f'<path d="M{left},{y:.1f}H{left + width}" stroke="#eee"/>')
     for line in lines:
         colour = COLOURS[names.index(line.name) % len(COLOURS)]
@@ -62,6 +67,20 @@ def _one(title: str, lines: Sequence[Line], x_name: str, names: Sequence[str], l
             f'<circle cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="3" fill="{colour}"/>' for p in path.split()
         ]
     return parts
+
+
+def _ticks(low: float, high: float, is_linear: bool) -> list[float]:
+    """Powers of ten, and where there are fewer than two 2 and 5 between them; or fifths of the greatest."""
+    if is_linear:
+        step = 10.0 ** math.floor(math.log10(high)) / 5
+        step *= next(factor for factor in (1, 2, 5, 10) if factor * step * 6 >= high)
+        return [i * step for i in range(int(high / step) + 1)]
+    powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
+    for digits in ((1,), (1, 2, 5)):
+        ticks = [d * 10.0**power for power in powers for d in digits if low <= math.log(d * 10.0**power) <= high]
+        if len(ticks) > 1:
+            break
+    return ticks
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

@@ -1,26 +1,26 @@
 """Does what matters survive a carry? SmolLM2-135M on real long text, and on facts at known depths.
 
-    python -m benchmarks.recall --json                     perplexity of the last segment, by policy and budget
-    python -m benchmarks.recall --part recall --json       exact answers after adapting with each policy
+    python -m benchmarks.recall --part perplexity
+    python -m benchmarks.recall --part recall
+    python -m benchmarks.recall --part recall --policies snap --budgets 0.5     # one row measured again
 
-perplexity: modules of Python's standard library, of which the last segment is predicted with what the policy kept of
-all before it; against nothing kept, and everything. recall: documents in which one line of many names a code, asked for
-at the end; the model adapts to such documents under the policy that it is then asked under. Small by default, to end
-within minutes on two cores: the rows say how many documents they stand on.
+perplexity: modules of Python's standard library and licences, of which the last segment is predicted with what the
+policy kept of all before it; against nothing kept, and everything. recall: documents and dialogues (``facts.py``) with
+order numbers, names and clauses at known depths, asked for at the end; the model adapts to such documents under the
+policy that it is then asked under. Rows, tables and plot: ``benchmarks/results/recall.{json,md,svg}``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import random
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import tables
+from benchmarks.facts import DEPTHS, Case, dialogue, document
+from benchmarks.plot import Line, chart
 from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
-from narrowboat.evaluate.answers import answer, question_of
+from narrowboat.evaluate.answers import answer
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.meter import Meter
 from narrowboat.model.adapters import adapt
@@ -39,22 +42,26 @@ from narrowboat.model.embedded import fetch
 from narrowboat.options.schema import CarryOptions, LoraOptions
 from narrowboat.plan import MemoryPlan
 
-MODULES = ("argparse", "tarfile", "pickle", "ast", "zipfile", "inspect", "doctest", "optparse")
+MODULES, LICENCES = ("argparse", "tarfile"), ("numpy", "pyarrow")
 POLICIES = ("window", "sinks", "lru", "heavy", "snap", "turns")
-DEPTHS = (0.1, 0.5, 0.9)
+KEYS = ("part", "name", "budget")
+ENDS = ("full context", "no carry")
+LEARNING_RATE, WARM_STEPS = 1e-3, 2
 
 
 @dataclass(frozen=True)
 class Reading:
     """One policy and budget."""
 
+    part: str
     name: str
+    budget: float
     tokens: int
-    budget: int
+    segment: int
     documents: int
     carried_bytes: int
     peak_bytes: int
-    seconds: float
+    cpu_seconds: float
     perplexity: float | None = None
     exact: float | None = None
     by_depth: dict[str, float] = field(default_factory=dict)
@@ -68,137 +75,163 @@ def load() -> tuple[PeftModel, Any]:
     return adapt(model, LoraOptions(rank=8, alpha=16), lambda event: None).model, AutoTokenizer.from_pretrained(folder)
 
 
-def train_of(ids: Sequence[int], labels: Sequence[int], segment_tokens: int) -> Train:
-    """A document in equal segments; the last is what is left."""
-    lengths = [segment_tokens] * (len(ids) // segment_tokens)
-    if rest := len(ids) % segment_tokens:
-        lengths.append(rest)
-    return Train(np.array(ids, np.int32), np.array(labels, np.int32), tuple(lengths))
-
-
-def settings(num_tokens: int, budgets: Sequence[float], policies: Sequence[str]) -> Iterator[tuple[str, CarryOptions]]:
+def settings(num_tokens: int, arguments: argparse.Namespace) -> Iterator[tuple[str, float, CarryOptions]]:
     """Everything kept, next to nothing kept, and each policy with each share of the document."""
-    yield "full context", CarryOptions(policy="window", budget=str(2 * num_tokens), block_tokens=16)
-    yield "no carry", CarryOptions(policy="window", budget="1", block_tokens=1)
-    for policy in policies:
-        for share in budgets:
+    if "full context" in arguments.policies:
+        yield "full context", 1.0, CarryOptions(policy="window", budget=str(2 * num_tokens), block_tokens=16)
+    if "no carry" in arguments.policies:
+        yield "no carry", 0.0, CarryOptions(policy="window", budget="1", block_tokens=1)
+    for policy in (name for name in arguments.policies if name not in ENDS):
+        for share in arguments.budgets:
             given = {"policy": policy, "budget": str(round(share * num_tokens)), "block_tokens": 16}
-            yield policy, CarryOptions.model_validate(given)
+            yield policy, share, CarryOptions.model_validate(given)
+
+
+def texts(tokenizer: Any, num_tokens: int) -> list[list[int]]:
+    """The beginnings of real long texts."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    paths = [library / f"{module}.py" for module in MODULES]
+    for name in LICENCES:
+        found = [path for path in distribution(name).files or () if path.name == "LICENSE.txt"]
+        paths.append(Path(str(min(found, key=lambda path: len(str(path))).locate())))
+    return [tokenizer(path.read_text(encoding="utf-8"))["input_ids"][:num_tokens] for path in paths]
 
 
 def last_segment_perplexity(arguments: argparse.Namespace) -> Iterator[Reading]:
-    """Of the base model, over the last segment of each document."""
+    """Of the base model, over the last segment of each text."""
     model, tokenizer = load()
-    library = Path(sysconfig.get_paths()["stdlib"])
+    silent = arguments.tokens - arguments.segment
     trains = []
-    for module in MODULES[: arguments.documents]:
-        ids = tokenizer((library / f"{module}.py").read_text(encoding="utf-8"))["input_ids"][: arguments.tokens]
-        silent = arguments.tokens - arguments.segment
-        trains.append(train_of(ids, [-100] * silent + ids[silent:], arguments.segment))
-    for name, carry in settings(arguments.tokens - arguments.segment, arguments.budgets, arguments.policies):
+    for ids in texts(tokenizer, arguments.tokens):
+        labels = np.array([-100] * silent + ids[silent:], np.int32)
+        lengths = (arguments.segment,) * (arguments.tokens // arguments.segment)
+        trains.append(Train(np.array(ids, np.int32), labels, lengths))
+    for name, share, carry in settings(silent, arguments):
         carrier = Carrier(model, carry, 2**34)
         engine = Engine(model, None, MemoryPlan(layers="keep"), 0, carrier=carrier)
-        began, total = time.monotonic(), 0.0
+        began = time.process_time()
         with Meter() as meter, engine:
             meter.watch_model(model)
             weights = meter.live.device_bytes
             found = [engine.evaluate([train]) for train in trains]
-        total = sum(loss for loss, _ in found) / sum(num for _, num in found)
-        held = min(carrier.num_tokens, arguments.tokens - arguments.segment)
+        loss = sum(loss for loss, _ in found) / sum(num for _, num in found)
         yield Reading(
-            name, arguments.tokens, held, len(trains), held * carrier.num_bytes // carrier.num_tokens,
-            meter.peak.device_bytes - weights, time.monotonic() - began, perplexity=math.exp(total),
+            "perplexity", name, share, arguments.tokens, arguments.segment, len(trains), _carried(carrier, silent),
+            meter.peak.device_bytes - weights, time.process_time() - began, perplexity=math.exp(loss),
         )  # fmt: skip
-
-
-def document(tokenizer: Any, depth: float, num_tokens: int, draw: random.Random) -> tuple[list[int], list[int]]:
-    """Lines about orders, one of which is asked for at the end; only the answer is learnt."""
-    people = ["Ada", "Bao", "Carl", "Dora", "Emil", "Fatma", "Goro", "Hana", "Ivan", "Jada", "Kofi", "Lena"]
-    towns = ["Basel", "Cairo", "Delhi", "Essen", "Genoa", "Leeds", "Lyon", "Malmo", "Osaka", "Turin"]
-    who, code = draw.choice(people), str(draw.randrange(100, 1000))
-    others = [person for person in people if person != who]
-    fact = tokenizer(f"The secret code of {who} is {code}.\n")["input_ids"]
-    question = tokenizer(f"Question: What is the secret code of {who}?\nAnswer:")["input_ids"]
-    reply = [*tokenizer(f" {code}")["input_ids"], tokenizer.eos_token_id]
-    filler: list[int] = []
-    room = num_tokens - len(fact) - len(question) - len(reply)
-    place = None
-    while len(filler) < room:
-        if place is None and len(filler) >= depth * room:
-            place = len(filler)
-        line = f"{draw.choice(others)} sent {draw.randrange(2, 99)} boxes to {draw.choice(towns)}.\n"
-        filler += tokenizer(line)["input_ids"]
-    place = len(filler) if place is None else place
-    context = [*filler[:place], *fact, *filler[place:], *question]
-    return [*context, *reply], [-100] * len(context) + reply
 
 
 def recall(arguments: argparse.Namespace) -> Iterator[Reading]:
     """Adapt under each policy, then ask under it."""
-    for name, carry in settings(arguments.tokens, arguments.budgets, arguments.policies):
+    for name, share, carry in settings(arguments.tokens, arguments):
         model, tokenizer = load()
-        carrier = Carrier(model, carry, 2**34)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+        carrier, began = Carrier(model, carry, 2**34), time.process_time()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
         engine = Engine(model, optimizer, MemoryPlan(layers="keep"), 0, clip_norm=1.0, carrier=carrier)
-        draw, began = random.Random(1), time.monotonic()
-        exact: dict[str, list[bool]] = {}
+        lessons, asked = random.Random(1), random.Random(2)
         with Meter() as meter, engine:
             meter.watch_model(model)
             weights = meter.live.device_bytes
             for step in range(arguments.steps):
-                rows = [
-                    train_of(*document(tokenizer, draw.random(), arguments.tokens, draw), arguments.segment)
-                    for _ in range(arguments.rows)
-                ]
-                engine.step(rows, 2e-3 * min(1.0, (step + 1) / 3), seed=step)
+                rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_STEPS)
+                found = engine.step([case.lesson() for case in _pair(tokenizer, arguments, lessons)], rate, seed=step)
+                print(f"{name} {share:g}: step {step + 1}, loss {float(found.loss):.3f}", file=sys.stderr, flush=True)
             peak = meter.peak.device_bytes - weights
-        asked = random.Random(2)
         with engine:
-            for depth in DEPTHS:
-                for _ in range(arguments.documents):
-                    train = train_of(*document(tokenizer, depth, arguments.tokens, asked), arguments.segment)
-                    question = question_of(train)
-                    assert question is not None
-                    exact.setdefault(str(depth), []).append(answer(engine, question, tokenizer, 8).is_exact)
-        held = min(carrier.num_tokens, arguments.tokens)
-        everything = [one for found in exact.values() for one in found]
+            cases = [case for _ in range(arguments.pairs) for case in _pair(tokenizer, arguments, asked)]
+            answers = [found for case in cases for found in _asked(engine, tokenizer, case)]
         yield Reading(
-            name, arguments.tokens, held, len(everything), held * carrier.num_bytes // carrier.num_tokens, peak,
-            time.monotonic() - began, exact=sum(everything) / len(everything),
-            by_depth={depth: sum(found) / len(found) for depth, found in exact.items()},
+            "recall", name, share, arguments.tokens, arguments.segment, len(cases), _carried(carrier, arguments.tokens),
+            peak, time.process_time() - began, exact=sum(right for _, right in answers) / len(answers),
+            by_depth={
+                str(depth): sum(right for at, right in answers if at == depth) / len(cases) for depth in DEPTHS
+            },
         )  # fmt: skip
 
 
+def _pair(tokenizer: Any, arguments: argparse.Namespace, draw: random.Random) -> list[Case]:
+    """A document and a dialogue."""
+    return [make(tokenizer, arguments.tokens, arguments.segment, draw) for make in (document, dialogue)]
+
+
+def _asked(engine: Engine, tokenizer: Any, case: Case) -> Iterator[tuple[float, bool]]:
+    """The text once, then each question behind it; depths and whether the answer was exact."""
+    engine.evaluate([case.reading()])
+    for depth, question in case.questions():
+        yield depth, answer(engine, question, tokenizer, 8).is_exact
+
+
+def _carried(carrier: Carrier, num_tokens: int) -> int:
+    """Bytes that are carried at the end of so many tokens."""
+    return min(carrier.num_tokens, num_tokens) * carrier.num_bytes // carrier.num_tokens
+
+
+def report(rows: Sequence[tables.Row]) -> None:
+    """Tables and plot of all rows that there are."""
+    parts = {part: [row for row in rows if row["part"] == part] for part in ("perplexity", "recall")}
+    text = "# Does what matters survive a carry?\n"
+    if some := parts["perplexity"]:
+        text += (
+            f"\nPerplexity of the last {some[0]['segment']} of {some[0]['tokens']:,} tokens, SmolLM2-135M not trained, "
+            f"{some[0]['documents']} texts (the modules {' and '.join(MODULES)}, the licences of "
+            f"{' and '.join(LICENCES)}). `python -m benchmarks.recall --part perplexity`\n\n"
+        )
+        text += tables.table(
+            ["policy", "budget", "carried", "peak above weights", "perplexity"],
+            [[*_common(row), f"{row['perplexity']:.2f}"] for row in some],
+        )
+    if some := parts["recall"]:
+        text += (
+            f"\nExact answers after adapting, by depth of the fact (0 is the beginning), {some[0]['documents']} "
+            f"documents and dialogues of {some[0]['tokens']:,} tokens, segments of {some[0]['segment']}, a question at "
+            "each depth of each. `python -m benchmarks.recall --part recall`\n\n"
+        )
+        text += tables.table(
+            ["policy", "budget", "carried", "peak of a step above weights", *map(str, DEPTHS), "all"],
+            [[*_common(row), *(f"{row['by_depth'][str(d)]:.0%}" for d in DEPTHS), f"{row['exact']:.0%}"]
+             for row in some],
+        )  # fmt: skip
+    tables.write("recall", "md", text)
+    charts = []
+    for title, value, scale in (
+        ("perplexity of the last segment", "perplexity", 1),
+        ("exact answers, %", "exact", 100),
+    ):
+        some = parts["perplexity" if value == "perplexity" else "recall"]
+        lines = [
+            Line(name, [(row["carried_bytes"] / 2**20, scale * row[value]) for row in some if row["name"] == name])
+            for name in dict.fromkeys(row["name"] for row in some)
+        ]
+        if lines:
+            charts.append((title, lines))
+    tables.write("recall", "svg", chart(charts, "carried keys and values, MiB", linear=["exact answers, %"]))
+
+
+def _common(row: tables.Row) -> list[str]:
+    budget = {0.0: "1 token", 1.0: "all"}.get(row["budget"], f"{row['budget']:.0%}")
+    return [row["name"], budget, f"{row['carried_bytes'] / 2**20:.1f} MiB", f"{row['peak_bytes'] / 2**20:.0f} MiB"]
+
+
 def main() -> None:
-    """Measure, print, plot."""
-    import sys
-
+    """Measure, write down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["perplexity", "recall"], default="perplexity")
-    parser.add_argument("--tokens", type=int, default=1536, help="of a document")
-    parser.add_argument("--segment", type=int, default=256, help="tokens of a segment")
-    parser.add_argument("--documents", type=int, default=4, help="documents; with recall: questions at each depth")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5], help="shares of the document")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
-    parser.add_argument("--steps", type=int, default=20, help="recall: optimizer steps")
-    parser.add_argument("--rows", type=int, default=2, help="recall: documents a step")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--part", choices=["perplexity", "recall"], required=True)
+    parser.add_argument("--tokens", type=int, help="of a document [perplexity: 1536, recall: 384]")
+    parser.add_argument("--segment", type=int, help="tokens of a segment [perplexity: 256, recall: 64]")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.25, 0.5], help="shares of the document")
+    parser.add_argument("--policies", nargs="*", default=[*ENDS, *POLICIES], choices=[*ENDS, *POLICIES])
+    parser.add_argument("--steps", type=int, default=8, help="recall: optimizer steps, of a document and a dialogue")
+    parser.add_argument("--pairs", type=int, default=6, help="recall: documents and dialogues that are asked about")
     arguments = parser.parse_args()
-    rows = []
-    for reading in {"perplexity": last_segment_perplexity, "recall": recall}[arguments.part](arguments):
-        rows.append(reading)
+    usual_tokens, usual_segment, measure = {
+        "perplexity": (1536, 256, last_segment_perplexity),
+        "recall": (384, 64, recall),
+    }[arguments.part]
+    arguments.tokens, arguments.segment = arguments.tokens or usual_tokens, arguments.segment or usual_segment
+    for reading in measure(arguments):
         print(reading, file=sys.stderr, flush=True)
-    if arguments.plot:
-        from benchmarks.plot import Line, chart
-
-        value = "perplexity" if arguments.part == "perplexity" else "exact"
-        lines = [Line(row.name, [(row.carried_bytes / 2**20, max(0.01, getattr(row, value)))]) for row in rows]
-        arguments.plot.write_text(chart([(value, lines)], "carried keys and values, MiB"), encoding="utf-8")
-    if arguments.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
-                   "cores": os.cpu_count(), "torch": torch.__version__}  # fmt: skip
-        print(json.dumps({"rows": [asdict(row) for row in rows], "machine": machine}, indent=1))
+        report(tables.merge("recall", [asdict(reading)], KEYS))
+    report(tables.merge("recall", [], KEYS))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 
+import psutil
 import torch
 
-from benchmarks.systems import SYSTEMS, smollm2
-from narrowboat.machine.hardware import process_memory
+from benchmarks.systems import SYSTEMS, adapted, smollm2
+from narrowboat.machine.hardware import ProcessMemory, process_memory
 from narrowboat.memory.meter import Meter
 
 WARM_UP_TOKENS = 256
@@ -35,7 +36,8 @@ class Reading:
     Attributes:
         held_bytes: weights and optimizer states on the device at the step's start, by the meter.
         peak_bytes: the most that was held above them.
-        seconds, cpu_seconds: by the wall clock, and by the processor's of all threads.
+        seconds, cpu_seconds: by the wall clock, and by the processor's of all threads, the meter's own included.
+        others_seconds: what other processes took of the processors meanwhile; the less, the more the clock is worth.
         resident_bytes, anonymous_bytes: by how much the process grew, by the operating system; without the pages of
             mapped files.
         loss: the step's.
@@ -44,6 +46,7 @@ class Reading:
     name: str
     tokens: int
     layers: int
+    threads: int
     held_bytes: int | None
     peak_bytes: int | None
     seconds: float | None
@@ -51,14 +54,20 @@ class Reading:
     resident_bytes: int
     anonymous_bytes: int
     loss: float
+    others_seconds: float = 0.0
 
 
 class Watch:
-    """Reads memory and clock while a step runs; ``begin`` and ``end`` may be called by a trainer's callbacks."""
+    """Reads memory and clock while a step runs; ``begin`` and ``end`` may be called by a trainer's callbacks.
 
-    def __init__(self, meter: Meter | None) -> None:
-        self._meter = meter
-        self.seconds = self.cpu_seconds = 0.0
+    Args:
+        meter: reads the tensors' bytes, if any does.
+        resting: what the process held before it grew; by default what it holds when a step begins.
+    """
+
+    def __init__(self, meter: Meter | None, resting: ProcessMemory | None = None) -> None:
+        self._meter, self._resting_before = meter, resting
+        self.seconds = self.cpu_seconds = self.others_seconds = 0.0
         self.held_bytes: int | None = None
         self.peak_bytes: int | None = None
         self.resident_bytes = self.anonymous_bytes = 0
@@ -66,17 +75,18 @@ class Watch:
     def begin(self) -> None:
         self._running = True
         self._sampler = threading.Thread(target=self._sample, daemon=True)
-        self._resting = process_memory()
+        self._resting = self._resting_before or process_memory()
         self._anonymous = self._resident = 0
         self._sampler.start()
         if self._meter is not None:
             self._meter.reset_peak()
             self.held_bytes = self._meter.live.device_bytes
-        self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
+        self._begun, self._cpu_begun, self._busy_begun = time.perf_counter(), time.process_time(), _busy_seconds()
 
     def end(self) -> None:
         self.seconds = time.perf_counter() - self._begun
         self.cpu_seconds = time.process_time() - self._cpu_begun
+        self.others_seconds = max(0.0, _busy_seconds() - self._busy_begun - self.cpu_seconds)
         if self._meter is not None and self.held_bytes is not None:
             self.peak_bytes = self._meter.peak.device_bytes - self.held_bytes
         self._running = False
@@ -100,9 +110,15 @@ class Watch:
             time.sleep(SAMPLE_SECONDS)
 
 
+def _busy_seconds() -> float:
+    """What all processes together have had of all processors."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
+
+
 def run_here(name: str, tokens: int, layers: int, metered: bool) -> Reading:
     """Build the model, warm up, take the step."""
-    model = smollm2(layers)
+    model = adapted(smollm2(layers))
     generator = torch.Generator().manual_seed(0)
     rows = [
         torch.randint(0, model.config.vocab_size, (1, num), generator=generator)
@@ -114,18 +130,19 @@ def run_here(name: str, tokens: int, layers: int, metered: bool) -> Reading:
     watch = Watch(meter)
     with meter or nullcontext():
         loss = SYSTEMS[name](model, rows, watch)
-    seconds, cpu_seconds = (None, None) if metered else (watch.seconds, watch.cpu_seconds)
     return Reading(
         name=name,
         tokens=tokens,
         layers=layers,
+        threads=torch.get_num_threads(),
         held_bytes=watch.held_bytes,
         peak_bytes=watch.peak_bytes,
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
+        seconds=None if metered else watch.seconds,
+        cpu_seconds=watch.cpu_seconds,
         resident_bytes=watch.resident_bytes,
         anonymous_bytes=watch.anonymous_bytes,
         loss=loss,
+        others_seconds=watch.others_seconds,
     )
 
 

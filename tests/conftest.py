@@ -60,6 +60,7 @@ def run_options(tiny_model: Path, dialogues: Path, tmp_path: Path) -> Callable[.
             "lora.rank": 4,
             "data.train": (str(dialogues),),
             "data.heldout_share": 0.2,
+            "data.cache": str(tmp_path / "prepared"),
             "memory.budget": "200MiB",
             "optimizer.lr": 1e-2,
             "optimizer.warmup_steps": 1,

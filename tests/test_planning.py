@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+import narrowboat
 from narrowboat import planning
 from narrowboat.errors import BudgetError, ModelError, OptionError
 from narrowboat.options.load import load
 from narrowboat.options.schema import Options
+from narrowboat.planner import ladder
 from narrowboat.units import GIB, MIB
 
 RunOptions = Callable[..., Options]
@@ -31,9 +33,22 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def short_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rung takes a second or two where all have to be tried; six show the same as thirteen."""
+    monkeypatch.setattr(ladder, "RUNGS", ladder.RUNGS[:6])
+
+
 def ask(model: Path | str, tokens: int | None = 1024, here: bool = False, card: str = "", **flags: str) -> Any:
     given = {"model.name": str(model), "lora.rank": "4"} | {key.replace("__", "."): v for key, v in flags.items()}
     return planning.plan_for(planning.Question(load(None, given), tokens, card, here))
+
+
+def test_a_program_asks_without_a_command_line(small_model: Path) -> None:
+    options = load(None, {"model.name": str(small_model), "lora.rank": "4"})
+    found = narrowboat.plan_for(options, 1024, card="rtx-4090")
+    assert found.best.fits
+    assert found.best.forecast.plan.layers == "keep"
 
 
 def test_json_is_what_other_programs_read(small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +75,7 @@ def test_more_budget_is_never_slower_and_never_thriftier(small_model: Path) -> N
     assert found[-1].plan.layers == "keep"
 
 
+@pytest.mark.usefixtures("short_ladder")
 def test_the_longest_row_fits_and_a_longer_one_does_not(small_model: Path) -> None:
     longest = ask(small_model, None, memory__budget="600MiB")
     tokens = longest.best.forecast.num_tokens
@@ -69,6 +85,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(small_model: Path) -> No
     assert "more than the model's 2,048 positions: RoPE scaling by a factor" in longest.notes[0]
 
 
+@pytest.mark.usefixtures("short_ladder")
 def test_where_nothing_fits_options_are_offered_with_what_they_need(small_model: Path) -> None:
     found = ask(small_model, 200_000, memory__budget="510MiB")
     assert not found.best.fits
@@ -77,6 +94,7 @@ def test_where_nothing_fits_options_are_offered_with_what_they_need(small_model:
     assert any(option.startswith("data.max_tokens: ") for option in offered)
 
 
+@pytest.mark.usefixtures("short_ladder")
 def test_what_does_not_fit_is_said_for_people_too(small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = load(None, {"model.name": str(small_model), "memory.budget": "481MiB"})
     assert planning.run(planning.Question(options, 1024, "", False), False, False, None) == BudgetError.exit_code

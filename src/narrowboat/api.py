@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from narrowboat import planning
 from narrowboat.data.batches import StepSchedule
-from narrowboat.data.prepare import Prepared, prepare
+from narrowboat.data.prepare import Prepared
 from narrowboat.data.trains import Trains, TrainSchedule
 from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
@@ -50,19 +51,36 @@ from narrowboat.optimizers.driving import averaged
 from narrowboat.options import load
 from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan
+from narrowboat.planner.answer import Answer
 from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
 from narrowboat.planner.search import search_here
 from narrowboat.planner.target import limits_here
+from narrowboat.preparing import prepared_data, refuse_no_data
 from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
 from narrowboat.train.governor import Governor
 from narrowboat.train.loop import Course, run
 from narrowboat.train.recovery import Recovery
 
-__all__ = ["evaluate", "export", "install", "meter", "train"]
+__all__ = ["evaluate", "export", "install", "meter", "plan_for", "train"]
 
 OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, REPORT = (
     "options.yaml", "plan.json", "checkpoints", "adapter", "report.html",
 )  # fmt: skip
+
+
+def plan_for(options: Options, num_tokens: int | None = None, card: str = "") -> Answer:
+    """What fits: the fastest plan for a row of ``num_tokens`` and its neighbours, on this machine or on a card.
+
+    Args:
+        options: the run's; no weight is read, and a model of the catalogue needs no download.
+        num_tokens: of the row; None asks for the longest one that fits.
+        card: a name of the catalogue, such as rtx-4090.
+
+    Raises:
+        OptionError: the model or card is unknown.
+        BudgetError: a budget is above what the machine or card has.
+    """
+    return planning.plan_for(planning.Question(options, num_tokens, card))
 
 
 def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnded:
@@ -76,14 +94,13 @@ def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnd
     Raises:
         NarrowboatError: its kinds say what was refused; ``Interrupted`` after a signal, when the run is saved.
     """
-    if not options.data.train:
-        raise OptionError("data.train names no file; write for example data.train: documents.jsonl")
+    refuse_no_data(options)
     folder = Path(options.train.folder)
     _refuse_other_run(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)
     load.dump(options, folder / OPTIONS_FILE)
     recorders = open_recorders(folder, quiet=quiet)
-    job = _Job(options, folder, recorders.record)
+    job = _Job(options, folder, recorders.record, quiet)
     try:
         return job.run(resume)
     except BaseException as error:
@@ -130,6 +147,7 @@ class _Job:
     options: Options
     folder: Path
     tell: Tell
+    quiet: bool
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -154,7 +172,7 @@ class _Job:
         config = load_config(options.model.name, self.tell)
         check_weights(options.model.name, self.tell)
         tokenizer = load_tokenizer(options.model.name, self.tell)
-        data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, self.tell)
+        data = prepared_data(options, config, tokenizer, self.tell, self.quiet)
         self.tell(DataReady(data.account.as_dict()))
         options = self.options = with_rank(options, data, config, device, self.tell)
         states = settle_states(options.optimizer, device, self.tell)
@@ -293,7 +311,7 @@ def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
     found = newest_checkpoint(folder / CHECKPOINTS, tell)
     precision = choose_precision(found[1].dtype if found else options.model.dtype, device)  # type: ignore[arg-type]
     config, tokenizer = load_config(options.model.name, tell), load_tokenizer(options.model.name, tell)
-    data = prepare(options, tokenizer, config.get_text_config().max_position_embeddings, tell)
+    data = prepared_data(options, config, tokenizer, tell)
     options = with_rank(options, data, config, device, tell)
     model, _ = load_base(options.model, precision, device, tell)
     adapted = adapt(model, options.lora, tell).model

@@ -218,6 +218,24 @@ def plan(
     sys.exit(planning.run(question, as_json, probe, html))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@with_options
+def prepare(
+    config: Config = None,
+    *,
+    show: Annotated[
+        int, typer.Option("--show", min=0, help="Print so many examples, what is learnt and context in colour.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the account for machines.")] = False,
+    flags: dict[str, Any],
+) -> None:
+    """Read, cut and pack the data, keep it for training, and say where every token went."""
+    chosen = options.load(config, flags)
+    from narrowboat import preparing
+
+    preparing.run(chosen, as_json, show)
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found for machines.")] = False,

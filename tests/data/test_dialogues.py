@@ -78,6 +78,50 @@ def test_r06_no_call_is_left_without_its_result(tokenizer):
         assert (example.kept < 1) == (max_tokens < total) == (account.dropped_tokens.total() > 0)
 
 
+def call(name: str) -> dict:
+    return {"id": name, "type": "function", "function": {"name": "look", "arguments": {"page": name}}}
+
+
+def calling(*names: str) -> dict:
+    return {"role": "assistant", "content": "", "tool_calls": [call(name) for name in names]}
+
+
+def result(name: str) -> dict:
+    return {"role": "tool", "content": f"Result {name}:" + " boat" * 20, "tool_call_id": name}
+
+
+ASK, TELL = {"role": "user", "content": "Find boats. " * 6}, {"role": "assistant", "content": "Here they are. " * 6}
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        [calling("A", "B"), result("A"), result("B"), TELL],
+        [calling("A"), result("A"), calling("B"), result("B"), calling("C"), result("C"), TELL],
+        [calling("A"), calling("B"), result("A"), result("B"), calling("C"), result("C"), TELL],
+    ],
+    ids=["two calls at once", "one after another", "in turns of their own"],
+)
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_r06_whatever_way_tools_are_called(tokenizer, exchange, place):
+    qwen = with_template(tokenizer, "qwen3")
+    others = [ASK, TELL, ASK, TELL]
+    messages = [{"role": "system", "content": "Be kind."}]
+    messages += [ASK, *exchange, *others] if place == "first" else [*others, ASK, *exchange]
+    total = full_length(qwen, messages)
+    seen = set()
+    for max_tokens in range(total, 80, -11):
+        examples, _ = make(qwen, messages, max_tokens)
+        for example in examples:
+            text = qwen.decode(example.input_ids)
+            called = {name for name in "ABC" if f'"page": "{name}"' in text}
+            assert called == {name for name in "ABC" if f"Result {name}:" in text}
+            assert text.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nFind boats.")
+            assert "Here they are." in learnt_text(qwen, example)
+            seen.add(frozenset(called))
+    assert len(seen) >= 2
+
+
 def test_r08_the_last_answer_survives_and_whole_turns_go(chatml):
     messages = chat(5)
     max_tokens = full_length(chatml, messages) // 3
@@ -124,7 +168,7 @@ def test_windows_learn_every_answer_once_and_show_what_came_before(chatml):
     texts = [chatml.decode(example.input_ids) for example in examples]
     assert all(text.startswith("<|im_start|>system\nBe kind.") for text in texts)
     assert sum("Answer 2:" in text for text in texts) >= 1
-    assert account.context_tokens > 0
+    assert 0 < sum(example.before for example in examples) <= account.context_tokens
     assert not account.dropped_tokens
     assert [example.segment for example in examples] == list(range(len(examples)))
 
@@ -224,7 +268,7 @@ def test_the_equation_holds_under_every_policy(tokenizer, sizes, limit, policy, 
     for i, size in enumerate(sizes):
         messages.append({"role": "user", "content": f"Q{i}" + " a" * size})
         messages.append({"role": "assistant", "content": f"<think>\nhm {i}\n</think>\n\nA{i}" + " b" * (size // 2)})
-    maker.max_tokens = limit
+    maker.dialogues.max_tokens = limit
     examples, account = make(styled, messages, limit, maker=maker)
     assert account.read_tokens == full_length(styled, messages)
     assert all(example.labels[0] == IGNORED for example in examples)

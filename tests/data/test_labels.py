@@ -3,11 +3,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
+from narrowboat.data.account import Account
 from narrowboat.data.labels import ChatTemplate
+from narrowboat.data.making import Maker
+from narrowboat.data.records import Dialogue
 from narrowboat.data.tokens import Encoder
 from narrowboat.errors import DataError
+from narrowboat.options.schema import Options
 from tests.data.templates import with_template
+from tests.data.test_tokens import llama2_style
 
 USER, ASSISTANT = "user", "assistant"
 END_OF_TURN = {"gemma": "<end_of_turn>", "mistral": None}
@@ -54,6 +60,25 @@ def test_r10_ids_are_those_of_rendering_and_tokenising_in_one_step(styled):
     if styled.style in ("llama3", "gemma", "mistral"):
         assert ids.count(styled.bos_token_id) == 1
         assert ids[0] == styled.bos_token_id
+
+
+@pytest.mark.parametrize("prints_bos", [True, False])
+def test_r10_one_bos_where_both_template_and_tokenizer_would_put_one(prints_bos):
+    llama = PreTrainedTokenizerFast(tokenizer_object=llama2_style(), bos_token="<s>", eos_token="</s>")
+    llama.chat_template = ("{{ bos_token }}" if prints_bos else "") + (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
+        "{% endfor %}"
+    )
+    messages = dialogue("The quick", "brown fox.", "A lazy", "dog.")
+    assert llama("The")["input_ids"][0] == llama.bos_token_id  # the tokenizer has a BOS of its own
+    ids = ChatTemplate(llama, Encoder(llama)).render(messages).input_ids.tolist()
+    assert ids == list(llama.apply_chat_template(messages, tokenize=True, return_dict=False))
+    assert ids.count(llama.bos_token_id) == prints_bos
+    for policy in ("windows", "split"):
+        options = Options.model_validate({"dialogues": {"policy": policy}})
+        parts = Maker(options, llama, len(ids) * 2 // 3).make([(0, Dialogue("a", messages))], Account())
+        assert len(parts) == 2
+        assert [part.input_ids.tolist().count(llama.bos_token_id) for part in parts] == [prints_bos] * 2
 
 
 def test_r11_thoughts_are_learnt_where_the_template_shows_them(tokenizer):

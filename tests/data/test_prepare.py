@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +230,25 @@ def test_rows_are_packed_up_to_the_longest_example(tokenizer, write_lines, optio
     assert len(wide.train) == 1
 
 
+@pytest.mark.parametrize("row_tokens", [8, 40, 64, 100])
+def test_r13_rows_lose_nothing_however_short_they_may_be(tokenizer, write_lines, options_for, row_tokens):
+    """What is longer than a row gets a row of its own, whole; so no row starts inside of an answer."""
+    texts = [{"text": "word " * num} for num in (4, 2, 3, 1, 90)]
+    chats = [{"messages": [GOOD[0], {"role": "assistant", "content": "so " * num}]} for num in (3, 50)]
+    options = options_for(write_lines([*texts, *chats]), {"packing": {"row_tokens": row_tokens}}, max_tokens=128)
+    prepared = prepare(options, tokenizer, 8192, Said())
+    account, store = prepared.account, prepared.train.store
+    assert not account.dropped_tokens
+    assert prepared.train.lengths.sum() == account.filled_tokens == account.read_tokens
+    rows = [prepared.train[number] for number in range(len(prepared.train))]
+    assert sorted(n for row in rows for n in row.examples) == list(range(len(store)))
+    assert all(len(row.examples) == 1 or row.num_tokens <= row_tokens for row in rows)
+    opened = tokenizer("<|im_start|>")["input_ids"][0]
+    for number in range(len(store)):
+        if store[number].document >= len(texts):
+            assert store[number].input_ids[0] == opened
+
+
 @pytest.fixture
 def folder(tmp_path) -> Path:
     data = tmp_path / "docs"
@@ -266,6 +286,14 @@ def test_the_cache_is_hit_missed_and_made_again(tokenizer, folder, options_for, 
     prepare(options, with_template(tokenizer, "chatml"), 8192, said, cache)
     assert "prepared and kept" in said
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
+
+
+def test_of_two_that_prepare_the_same_at_once_one_makes_it(tokenizer, folder, options_for, tmp_path):
+    options, said = options_for(folder, max_tokens=128), [Said(), Said()]
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda tell: prepare(options, tokenizer, 8192, tell, tmp_path / "cache"), said)
+    assert token_ids(one) == token_ids(other)
+    assert sorted("prepared before" in told for told in said) == [False, True]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "manifest"])

@@ -49,6 +49,12 @@ def test_r01_bom_and_crlf_change_nothing(tmp_path, num, head, end):
     assert values(tmp_path / "a.txt") == [{"text": "One\n\nTwo"}]
 
 
+def test_r01_files_with_a_bom_put_behind_one_another(tmp_path):
+    raw = b"\xef\xbb\xbf" + jsonl(RECORDS[:3])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw * 2))
+    assert values(tmp_path / "a.jsonl.gz") == RECORDS[:3] * 2
+
+
 def test_r01_only_a_line_feed_ends_a_record(tmp_path):
     odd = [{"text": "a\u2028b\u2029c\x85d\x0be\x0cf\rg"}, {"text": "h"}]
     (tmp_path / "a.jsonl").write_bytes(jsonl(odd))

@@ -161,7 +161,7 @@ ANY_TEXT = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(text=ANY_TEXT, limit=st.integers(12, 60), kind=st.sampled_from(["prose", "markdown", "code"]))
 def test_r03_any_text_is_cut_byte_exact_within_the_limit(encoder, text, limit, kind):
     cuts = {"prose": lambda text: Cuts(PROSE), "markdown": markdown, "code": lambda text: code(text, "python")}[kind]

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from narrowboat.data.prepare import prepare
-from narrowboat.data.show import LEARNT, account_table, coloured, samples
+from narrowboat.data.show import CONTEXT, LEARNT, MARKS, account_table, coloured, parts, samples
 
 
 def printed(*renderables: object) -> str:
@@ -46,3 +46,27 @@ def test_samples_show_what_is_learnt_in_colour(tokenizer, write_lines, options_f
     assert "3 of" in printed(*shown)
     text = coloured(prepared.train.store[0], tokenizer)
     assert [text.plain[span.start : span.end] for span in text.spans if span.style == LEARNT] == ["Yes.<|im_end|>"]
+
+
+def test_context_is_told_from_what_is_masked(tokenizer, write_lines, options_for):
+    text = "".join(f"Sentence number {i} is here. " for i in range(60))
+    turns = [{"role": role, "content": f"{role} {i} says so."} for i in range(9) for role in ("user", "assistant")]
+    path = write_lines([{"text": text}, {"messages": [{"role": "system", "content": "Be kind."}, *turns]}])
+    groups = {"segments": {"overlap": 45, "overlap_sides": "both"}, "dialogues": {"policy": "windows"}}
+    prepared = prepare(options_for(path, groups, max_tokens=100), tokenizer, 8192, lambda event: None)
+    store = prepared.train.store
+    examples = [store[number] for number in range(len(store))]
+    second = next(example for example in examples if example.document == 0 and example.segment == 1)
+    (before, one), (own, two), (after, three) = parts(second, tokenizer)
+    assert [one, two, three] == ["context", "learnt", "context"]
+    assert before + own + after in text
+    window = next(example for example in examples if example.document == 1 and example.segment == 1)
+    (head, kind), *rest = parts(window, tokenizer)
+    assert kind == "context"
+    assert head.startswith("<|im_start|>system\nBe kind.")
+    assert "assistant" in head
+    assert {kind for _, kind in rest} == {"learnt", "masked"}
+    shown = coloured(second, tokenizer, MARKS)
+    assert shown.plain == f"⟨{before}⟩⟦{own}⟧⟨{after}⟩"
+    assert [span.style for span in shown.spans] == [CONTEXT, LEARNT, CONTEXT]
+    assert "tokens learnt, 45 context" in printed(*samples(prepared, tokenizer, 3))

@@ -59,6 +59,18 @@ def test_text_is_written_on_as_the_whole_document_would(positions: str) -> None:
     assert mine == truth[0, ids.shape[1] :].tolist()
 
 
+def test_a_question_is_answered_behind_what_was_read() -> None:
+    """A document read once and left open answers several questions, each as if it stood in the document."""
+    whole = train_of((9, 14, 8))
+    read = type(whole)(whole.input_ids[:23], whole.labels[:23], (9, 14), is_end=False)
+    asked = type(whole)(whole.input_ids[23:], whole.labels[23:], (8,), segment=2, offset=23)
+    engine = engine_of(MemoryPlan(layers="keep"), policy="heavy", budget="16")
+    with engine:
+        truth = write_on(engine, whole, 4, set())
+        engine.evaluate([read])
+        assert [write_on(engine, asked, 4, set()) for _ in range(2)] == [truth] * 2
+
+
 def test_the_last_answer_is_asked_for() -> None:
     train = train_of((6, 6))
     labels = np.full(12, -100, np.int32)

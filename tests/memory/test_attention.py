@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from narrowboat.errors import AnatomyError
+from narrowboat.memory import attention
 from narrowboat.memory.attention import attend
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.tile import HandedOver, KeysValues, Tile
@@ -98,6 +101,7 @@ def in_tiles(
     st.none() | st.integers(1, 41),
     st.none() | st.just(1.5),
     st.booleans(),
+    st.sampled_from((3, 100)),
     st.integers(0, 10),
 )
 def test_any_tiles_of_any_rows(
@@ -106,6 +110,7 @@ def test_any_tiles_of_any_rows(
     window: int | None,
     softcap: float | None,
     sunk: bool,
+    keys_at_once: int,
     seed: int,
 ) -> None:
     num_tokens, lengths = shape
@@ -118,7 +123,8 @@ def test_any_tiles_of_any_rows(
     inputs = [t.double().requires_grad_() for t in (q, k, v) + ((sinks,) if sinks is not None else ())]
     truth = blackboard(*inputs[:3], inputs[3] if sunk else None, layout, window, softcap)
     true_grads = torch.autograd.grad(truth, inputs, grad.double())
-    out, grads = in_tiles(q, k, v, sinks, layout, window, softcap, tile_tokens, grad)
+    with mock.patch.object(attention, "KEYS_AT_ONCE", keys_at_once):
+        out, grads = in_tiles(q, k, v, sinks, layout, window, softcap, tile_tokens, grad)
     torch.testing.assert_close(out.double(), truth.detach(), rtol=1e-5, atol=1e-5)
     for mine, true in zip(grads, true_grads, strict=True):
         torch.testing.assert_close(mine.double(), true, rtol=1e-4, atol=2e-5)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from narrowboat.memory.offload import (
 )
 from narrowboat.memory.rooms import HostMemory, map_scratch
 from narrowboat.memory.stride import Strided
+from narrowboat.train.checkpoint import newest_checkpoint
+from tests.train.runs import RUNGS, Run
 
 
 def no_layer(x: torch.Tensor) -> torch.Tensor:
@@ -82,6 +85,27 @@ def test_a_full_disk_is_told_with_bytes_needed_and_free(small_disk: Path) -> Non
     assert held[1].tile(0, 1).abs().sum() > 0  # what is there stays whole
     del held, store
     gc.collect()
+
+
+def test_a_run_whose_disk_fills_up_keeps_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, stopped = (Run(tmp_path / name, rungs=RUNGS[3:], num_steps=3, save_every=1) for name in ("whole", "stopped"))
+    whole.go()
+    allocate = os.posix_fallocate
+
+    def fills_up(file: int, start: int, num_bytes: int) -> None:
+        if (stopped.folder / "step-000002").exists():
+            raise OSError(28, "No space left on device")
+        allocate(file, start, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", fills_up)
+    with pytest.raises(MachineError, match=r"A scratch file needs .* more in .*; .* are free"):
+        stopped.go()
+    found = newest_checkpoint(stopped.folder, pytest.fail)
+    assert found is not None
+    assert found[1].step == 2
+    theirs = {path.name: path.read_bytes() for path in (whole.folder / "step-000002").rglob("*.safetensors")}
+    assert theirs == {path.name: path.read_bytes() for path in found[0].rglob("*.safetensors")}
+    assert len(theirs) == 1
 
 
 def test_every_second_input_is_computed_again() -> None:

@@ -1,3 +1,4 @@
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ def test_r26_scientific_notation_is_a_number_in_a_file(tmp_path: Path, written_a
 @pytest.mark.parametrize("written_as", ["2e-5", "2E-5", "2.0e-5", "0.00002"])
 def test_r26_scientific_notation_is_a_number_in_a_flag(written_as: str) -> None:
     assert load(None, {"optimizer.lr": written_as}).optimizer.lr == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("key", "default"), [(key, field.default) for key, field in fields() if field.annotation in (float, float | None)]
+)
+def test_r26_every_number_may_be_written_so(tmp_path: Path, key: str, default: float | None) -> None:
+    number = Decimal(str(0.1 if default is None else default)).as_tuple()
+    digits = "".join(map(str, number.digits))
+    group, name = key.split(".")
+    for text in (f"{digits}e{number.exponent}", f"{digits}E{number.exponent}", f'"{digits}e{number.exponent}"'):
+        options = load(written(tmp_path, f"{group}:\n  {name}: {text}\n"))
+        assert getattr(getattr(options, group), name) == (0.1 if default is None else default)
 
 
 def test_r26_what_is_no_number_is_refused_with_file_line_key_and_value(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -25,11 +26,17 @@ class Page:
         to_read, to_write = os.pipe(), os.pipe()
         flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
         command = [str(PATH), *flags.split(), "--remote-debugging-pipe", f"--user-data-dir={self._folder}"]
-        shell = f'exec "$@" 3<&{to_read[0]} 4>&{to_write[1]}'
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (to_read[0], to_write[1])]
+
+        def wire() -> None:
+            os.dup2(high[0], 3)
+            os.dup2(high[1], 4)
+
         self._browser = subprocess.Popen(
-            ["sh", "-c", shell, "sh", *command], pass_fds=(to_read[0], to_write[1]),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            command, preexec_fn=wire, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for fd in high:
+            os.close(fd)
         os.close(to_read[0])
         os.close(to_write[1])
         self._out, self._in = os.fdopen(to_read[1], "wb"), os.fdopen(to_write[0], "rb")

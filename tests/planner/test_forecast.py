@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from narrowboat.memory import layer_stream
+from narrowboat.memory import attention, layer_stream
 from narrowboat.options.schema import LoraOptions, ModelOptions, Options
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner import catalog
@@ -52,8 +52,10 @@ def test_carrying_on_is_the_whole_simulation(
     )
 
 
-def test_on_a_card_it_is_too() -> None:
-    """Where the kernels' own bytes, which grow with the keys, are counted as well."""
+@pytest.mark.parametrize("keys_at_once", [32, 16384])
+def test_on_a_card_it_is_too(keys_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernels' own bytes, which grow with the keys up to a limit, are counted as well."""
+    monkeypatch.setattr(attention, "KEYS_AT_ONCE", keys_at_once)
     forecasts = forecaster("llama", on_card=True, num_attention_heads=8, head_dim=16)
     plan = MemoryPlan(**TILE, inputs="host")
     carried, whole = (forecasts.forecast(plan, 160, many=not full, in_full=full) for full in (False, True))

@@ -47,6 +47,7 @@ def test_the_first_own_run_runs(tiny_model: Path, tmp_path: Path) -> None:
     options = YAML(typ="safe").load(text)
     options["model"]["name"] = str(tiny_model)  # the same tokenizer, a smaller model
     options["model"]["dtype"] = "float32"
+    options["data"]["cache"] = str(tmp_path / "prepared")
     with (tmp_path / "run.yaml").open("w", encoding="utf-8") as file:
         YAML().dump(options, file)
     documents = tmp_path / "my_documents"
@@ -63,6 +64,34 @@ def test_the_first_own_run_runs(tiny_model: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     for place in ("options.yaml", "plan.json", "events.jsonl", "checkpoints", "adapter", "report.html", "tensorboard"):
         assert (tmp_path / "runs" / "first" / place).exists()
+
+
+def test_the_account_of_a_real_folder_is_what_is_printed(tmp_path: Path) -> None:
+    """Its lines, and that they add up; the numbers are those of one version of Python's library."""
+    (command,) = [block for block in blocks("README.md", "sh") if "narrowboat prepare" in block]
+    command = command.replace("$(python", f"$({sys.executable}").replace(
+        "narrowboat", f"{sys.executable} -m narrowboat.cli"
+    )
+    environment = os.environ | {"PYTHONPATH": str(TOP / "src"), "COLUMNS": "120"}
+    done = subprocess.run(
+        f"{command.strip()} --data.cache {tmp_path}",
+        shell=True,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    fenced = [(TOP / name).read_text(encoding="utf-8").split("```")[1::2] for name in READMES]
+    shown, translated = (next(block for block in each if "tokens in" in block) for each in fenced)
+    assert shown == translated
+    accounts = []
+    for text in (shown, done.stdout):
+        found = re.findall(r"^ *([a-z][a-z ]*?) {2,}([\d,]+)", text, flags=re.MULTILINE)
+        account = {label: int(number.replace(",", "")) for label, number in found}
+        assert account["tokens in"] == account["learnt"] + account["context"] + account["masked"]
+        accounts.append(account)
+    assert accounts[0].keys() == {label for label in accounts[1] if not label.startswith("up to")}
 
 
 def test_the_code_for_ones_own_loop_runs() -> None:

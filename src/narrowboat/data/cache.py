@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from narrowboat.data.account import Account
 from narrowboat.data.sources import Source
 from narrowboat.data.store import SCHEMA, Store
 from narrowboat.errors import DataError
+from narrowboat.machine.caches import filling
 from narrowboat.units import format_bytes
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 256 << 20
 BATCH_BYTES = 32 << 20
-FORMAT = 1  # of the shards; a new number makes all caches anew
+FORMAT = 2  # of the shards; a new number makes all caches anew
 
 
 def key_of(sources: Sequence[Source], tokenizer: Any, settings: Mapping[str, Any]) -> str:
@@ -64,31 +66,35 @@ def open_shards(paths: Sequence[Path]) -> Store:
     return Store(batches)
 
 
-def keep(folder: Path, batches: Iterable[pa.RecordBatch], account: Account) -> Store:
-    """Write ``batches`` into ``folder``, whole or not at all; ``account`` is complete when they are used up.
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Of several processes that look for ``folder`` or fill it, one at a time.
 
     Raises:
         DataError: when the disk is full or the folder cannot be written.
     """
-    temporary: Path | None = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        shards = _write(temporary, batches)
-        manifest = {"shards": {path.name: _digest(path) for path in shards}, "account": account.as_dict()}
-        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
+        with filling(folder):
+            yield
     except OSError as error:
         free = format_bytes(shutil.disk_usage(folder.parent).free) if folder.parent.exists() else "unknown"
         raise DataError(
             f"prepared data cannot be kept in {folder.parent}: {error.strerror or error}; {free} are free there. "
             "data.cache names another folder."
         ) from None
-    finally:
-        if temporary is not None and temporary.exists():
-            shutil.rmtree(temporary)
+
+
+def keep(folder: Path, batches: Iterable[pa.RecordBatch], account: Account) -> Store:
+    """Write ``batches`` into ``folder``, whole or not at all; ``account`` is complete when they are used up."""
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
+        draft = Path(name) / "draft"
+        draft.mkdir()
+        shards = _write(draft, batches)
+        manifest = {"shards": {path.name: _digest(path) for path in shards}, "account": account.as_dict()}
+        (draft / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(draft, folder)
     return open_shards(sorted(folder.glob("shard-*.arrow")))
 
 

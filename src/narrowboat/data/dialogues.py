@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class Part:
     shown: tuple[int, ...]
     learnt: frozenset[int]
     gaps: Mapping[int, int] = field(default_factory=dict)  # message behind a gap -> exchanges left out there
+    first: int = 0  # message that no part before this one shows as its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class Outline:
         targets = {message for i in (kept if learnt is None else learnt) for message in self.exchanges[i]}
         before = [-1, *kept]
         gaps = {self.exchanges[i][0]: i - j - 1 for j, i in zip(before, kept, strict=False) if i - j > 1}
-        return Part(tuple(shown), self.learnable & targets, gaps)
+        first = 0 if learnt is None or not learnt[0] else self.exchanges[learnt[0]][0]
+        return Part(tuple(shown), self.learnable & targets, gaps, first)
 
     @property
     def last(self) -> int:
@@ -134,7 +137,8 @@ def without_oldest_step(messages: Sequence[Message], part: Part) -> Part | None:
     starts = [place for place, i in enumerate(part.shown) if messages[i]["role"] == "user"]
     if len(starts) > 1:
         return _without(part, first, starts[1])
-    steps = [place for place, i in enumerate(part.shown) if messages[i]["role"] == "assistant"]
+    roles = [messages[i]["role"] for i in part.shown]  # several calls in a row have their results behind the last one
+    steps = [i for i, pair in enumerate(pairwise(["", *roles])) if pair[1] == "assistant" != pair[0]]
     return _without(part, steps[0], steps[1]) if len(steps) > 1 else None
 
 
@@ -145,7 +149,7 @@ def _without(part: Part, start: int, end: int) -> Part:
     if start < len(shown):
         num_before = sum(num for message, num in part.gaps.items() if message in gone)
         gaps[shown[start]] = gaps.get(shown[start], 0) + num_before + 1
-    return Part(shown, part.learnt - gone, gaps)
+    return Part(shown, part.learnt - gone, gaps, part.first)
 
 
 def shown_messages(messages: Sequence[Message], part: Part, note: str) -> list[dict[str, Any]]:

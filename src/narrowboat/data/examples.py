@@ -24,7 +24,8 @@ class Example:
 
     ``labels[i]`` is ``input_ids[i]`` where the token is learnt and ``IGNORED`` elsewhere. ``labels[0]`` is always
     ignored: nothing stands before it. ``offset`` is the place of ``input_ids[0]`` among its document's tokens, so
-    neighbouring segments can be put back in order, and carried context can follow the thread.
+    neighbouring segments can be put back in order, and carried context can follow the thread. ``before`` and ``after``
+    are the tokens at either end that another example shows as its own.
     """
 
     input_ids: Tokens  # [tokens]
@@ -34,6 +35,8 @@ class Example:
     offset: int = 0
     kept: float = 1.0  # share of the document's tokens that stayed; below 1 where a dialogue was compressed
     source: str = ""  # file and line, for people
+    before: int = 0
+    after: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -140,20 +140,21 @@ class _Preparation:
             "carries": options.carry.is_on,
         }
         folder = cache_folder / cache.key_of(sources, self.tokenizer, settings)
-        found = cache.find(folder)
-        if found is not None:
-            self.tell(Notice(f"{key}: prepared before, read from {folder}"))
-            return found
-        if folder.exists():
-            self.tell(Notice(f"{key}: what was prepared in {folder} is damaged and is made again"))
-        store = cache.keep(folder, self._make(sources, account), account)
+        with cache.alone(folder):
+            found = cache.find(folder)
+            if found is not None:
+                self.tell(Notice(f"{key}: prepared before, read from {folder}"))
+                return found
+            if folder.exists():
+                self.tell(Notice(f"{key}: what was prepared in {folder} is damaged and is made again"))
+            store = cache.keep(folder, self._make(sources, account), account)
         self.tell(Notice(f"{key}: prepared and kept in {folder}"))
         return store, account
 
     def _make(self, sources: Sequence[Source], account: Account) -> Iterator[pa.RecordBatch]:
         progress, total = Progress(), sum(source.num_bytes for source in sources)
         batches = self._batches(sources, account, progress)
-        num = 1 if self.options.dialogues.scorer == "attention" else num_workers(self.options, total)
+        num = 1 if self.options.dialogues.uses_attention else num_workers(self.options, total)
         document, base_tokens, base_segments = -1, 0, 0
         for made in make_all(batches, self.maker, self.tokenizer, num):
             if made.first != document:

@@ -190,7 +190,7 @@ def _block_end(buffer: str, block_chars: int) -> int:
 
 def _lines(file: IO[bytes], path: Path) -> Iterator[Record | Broken]:
     for number, line in enumerate(file, 1):
-        raw = line.removeprefix(BOM) if number == 1 else line
+        raw = line.removeprefix(BOM)  # also where a file that had one was put behind another
         if raw.strip():
             yield _parsed(raw, f"{path}, line {number}")
 

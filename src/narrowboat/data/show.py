@@ -6,7 +6,7 @@ Renderables of rich; whoever has a console prints them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,10 @@ from narrowboat.data.account import Account
 from narrowboat.data.examples import IGNORED, Example
 from narrowboat.data.prepare import Prepared
 
-LEARNT, NOT_LEARNT, CUT_OUT = "bold green", "dim", "italic yellow"
+LEARNT, CONTEXT, MASKED, CUT_OUT = "bold green", "cyan", "dim", "italic yellow"
+STYLES = {"learnt": LEARNT, "context": CONTEXT, "masked": MASKED}
+MARKS = {"learnt": ("⟦", "⟧"), "context": ("⟨", "⟩")}  # around runs of tokens, where there are no colours
+NO_MARKS: Mapping[str, tuple[str, str]] = {}
 _MOST_CHARS = 1200  # of a run of tokens that is shown; the middle of a longer one is left out
 
 
@@ -49,8 +52,8 @@ def account_table(account: Account) -> RenderableType:
     note = f"{account.read_tokens:,} read, {account.repeated_tokens:,} shown again" if account.repeated_tokens else ""
     line("tokens in", total, note=note, style="bold")
     line("  learnt", account.learnt_tokens, total, style=LEARNT)
-    line("  context", account.context_tokens, total)
-    line("  masked", account.masked_tokens, total)
+    line("  context", account.context_tokens, total, style=CONTEXT)
+    line("  masked", account.masked_tokens, total, style=MASKED)
     for reason, num_tokens in account.dropped_tokens.most_common():
         line("  dropped", num_tokens, total, reason, "red")
     if account.num_compressed:
@@ -76,29 +79,49 @@ def _histogram(account: Account) -> RenderableType:
     return table
 
 
-def samples(prepared: Prepared, tokenizer: Any, num: int) -> Iterator[RenderableType]:
-    """``num`` examples to learn from, evenly over the data: what is learnt, and what is only seen."""
+def chosen(prepared: Prepared, num: int) -> list[Example]:
+    """``num`` examples, evenly over the data."""
     store = prepared.train.store
-    for number in np.unique(np.linspace(0, len(store) - 1, min(num, len(store))).round().astype(int)).tolist():
-        example = store[number]
+    places = np.linspace(0, len(store) - 1, min(num, len(store))).round().astype(int)
+    return [store[number] for number in np.unique(places).tolist()]
+
+
+def samples(
+    prepared: Prepared, tokenizer: Any, num: int, marks: Mapping[str, tuple[str, str]] = NO_MARKS
+) -> Iterator[RenderableType]:
+    """``num`` examples, evenly over the data: what is learnt, what is context from elsewhere, and what is only seen.
+
+    ``marks`` stand around runs of tokens, for where there are no colours.
+    """
+    for example in chosen(prepared, num):
         share = f"{example.num_supervised:,} of {example.num_tokens:,} tokens learnt"
+        seen = example.before + example.after
+        context = f", {seen:,} context" if seen else ""
         kept = f", {example.kept:.0%} of the dialogue" if example.kept < 1 else ""
         place = f", segment {example.segment + 1}" if example.segment else ""
-        yield Panel(coloured(example, tokenizer), title=f"{_short(example.source)}{place}", subtitle=share + kept)
+        title, subtitle = Text(f"{_short(example.source)}{place}"), Text(share + context + kept)
+        yield Panel(coloured(example, tokenizer, marks), title=title, subtitle=subtitle)
 
 
-def coloured(example: Example, tokenizer: Any) -> Text:
-    """An example's text, its learnt runs in colour."""
-    learnt = example.labels != IGNORED
-    edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(learnt)]
+def coloured(example: Example, tokenizer: Any, marks: Mapping[str, tuple[str, str]] = NO_MARKS) -> Text:
+    """An example's text, each run in its colour and between its ``marks``; the middle of long runs is left out."""
     text = Text()
-    for start, end in itertools.pairwise(edges):
-        shown = tokenizer.decode(example.input_ids[start:end], skip_special_tokens=False)
-        style = LEARNT if learnt[start] else NOT_LEARNT
+    for shown, kind in parts(example, tokenizer):
+        before, after = marks.get(kind, ("", ""))
         if len(shown) <= _MOST_CHARS:
-            text.append(shown, style)
+            text.append(f"{before}{shown}{after}", STYLES[kind])
             continue
-        text.append(shown[: _MOST_CHARS // 2], style)
+        text.append(before + shown[: _MOST_CHARS // 2], STYLES[kind])
         text.append(f"\n[... {len(shown) - _MOST_CHARS:,} characters ...]\n", CUT_OUT)
-        text.append(shown[-_MOST_CHARS // 2 :], style)
+        text.append(shown[-_MOST_CHARS // 2 :] + after, STYLES[kind])
     return text
+
+
+def parts(example: Example, tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """An example's text in runs that are ``learnt``, ``context`` or ``masked``."""
+    names = list(STYLES)
+    kinds = np.where(example.labels != IGNORED, names.index("learnt"), names.index("masked"))
+    kinds[: example.before] = kinds[len(kinds) - example.after :] = names.index("context")
+    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
+    for start, end in itertools.pairwise(edges):
+        yield tokenizer.decode(example.input_ids[start:end], skip_special_tokens=False), names[kinds[start]]

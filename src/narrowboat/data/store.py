@@ -26,6 +26,8 @@ SCHEMA = pa.schema(
         "offset": pa.int64(),
         "kept": pa.float32(),
         "source": pa.string(),
+        "before": pa.int32(),
+        "after": pa.int32(),
     }
 )
 
@@ -42,6 +44,8 @@ def to_batch(examples: Sequence[Example]) -> pa.RecordBatch:
             pa.array([example.offset for example in examples], pa.int64()),
             pa.array([example.kept for example in examples], pa.float32()),
             pa.array([example.source for example in examples], pa.string()),
+            pa.array([example.before for example in examples], pa.int32()),
+            pa.array([example.after for example in examples], pa.int32()),
         ],
         schema=SCHEMA,
     )
@@ -91,11 +95,7 @@ class Store:
         return Example(
             input_ids,
             np.where(learnt, input_ids, np.int32(IGNORED)),
-            columns["document"].as_py(),
-            columns["segment"].as_py(),
-            columns["offset"].as_py(),
-            columns["kept"].as_py(),
-            columns["source"].as_py(),
+            *(columns[name].as_py() for name in SCHEMA.names[3:]),
         )
 
     @cached_property

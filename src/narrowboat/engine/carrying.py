@@ -126,8 +126,10 @@ class Carrying:
 
     @torch.no_grad()
     def read(self, train: Train, model: Any) -> tuple[Stretch, Handover]:
-        """Take a document through ``model`` and leave its last segment open, for text to be written on."""
-        carry = self.carrier.start()
+        """Take a document, or what follows where one was left, through ``model``; its last segment stays open, for text
+        to be written on.
+        """
+        carry = self._start(train)
         for number, stretch in enumerate(self._stretches(train), 1):
             is_last = number == len(train.lengths)
             handover = self.carrier.handover(carry, stretch.num_tokens, not is_last, leaves_open=is_last)

@@ -7,7 +7,6 @@ context, the allocator's rounding and holes, the libraries' workspaces; on a CPU
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from platformdirs import user_cache_path
 
+from narrowboat.machine.caches import cache_folder
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import name_of
 from narrowboat.units import MIB
@@ -102,10 +101,9 @@ def measure(device: torch.device, dtype: torch.dtype) -> Profile:
 
 
 def profile_path(device: torch.device, dtype: torch.dtype) -> Path:
-    """Where a profile is kept: ``NARROWBOAT_CACHE``, or the platform's cache folder of this user."""
-    folder = Path(os.environ.get("NARROWBOAT_CACHE") or user_cache_path("narrowboat")).expanduser()
+    """Where a profile is kept."""
     name = "".join(c if c.isalnum() else "-" for c in f"{describe_device(device)} {name_of(dtype)}".lower())
-    return folder / "machine" / f"{name}-torch-{torch.__version__}.json"
+    return cache_folder() / "machine" / f"{name}-torch-{torch.__version__}.json"
 
 
 def margin_of(device: torch.device) -> Margin:

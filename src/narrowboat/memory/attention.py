@@ -8,18 +8,25 @@ earlier keys and values are added in place to a second buffer, which the earlier
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from transformers import AttentionInterface
 
 from narrowboat.errors import AnatomyError
 from narrowboat.memory.kernels import Kernel, Scores, kernel_for
-from narrowboat.memory.layout import Piece
+from narrowboat.memory.layout import Piece, Sight, Stretch
+from narrowboat.memory.meter import standing_for
 from narrowboat.memory.tile import Tile, zeros_wide
 
 ATTENTION_NAME = "narrowboat"
+
+KEYS_AT_ONCE = 16_384
+"""Keys that one backward call sees. A card's kernel makes the gradients of grouped keys and values for every head and
+sums them over the group at its end: for Llama-3.1-8B 16 KiB a key, which would be the largest part of a long row.
+"""
 
 
 def attend(
@@ -201,15 +208,30 @@ def _piece_backward(
 ) -> torch.Tensor:
     """The piece's query gradient; gradients of the keys and values it sees are added to ``into``."""
     dq, (grad, q, out, lse) = None, here
-    for stretch in piece.keys:
+    for stretch in _in_parts(piece.keys, is_fake(q)):
         where = slice(stretch.start - base, stretch.stop - base)
         k, v = keys[piece.rows, :, where], values[piece.rows, :, where]
         part, dk, dv = kernel.backward(grad, q, k, v, out, lse, stretch.sight, scores)
         into[0][piece.rows, :, where] += dk
         into[1][piece.rows, :, where] += dv
-        dq = part if dq is None else dq + part
+        dq = part if dq is None else dq.float() + part
     assert dq is not None
-    return dq
+    return dq.to(q.dtype)
+
+
+def _in_parts(stretches: Sequence[Stretch], in_a_forecast: bool) -> Iterator[Stretch]:
+    """Long stretches that are seen whole, in parts; in a forecast the first part stands for those between the ends."""
+    for stretch in stretches:
+        start, stop = stretch.start, stretch.stop
+        if stretch.sight is not Sight.ALL or stop - start <= KEYS_AT_ONCE:
+            yield stretch
+        elif in_a_forecast:
+            with standing_for((stop - start) / KEYS_AT_ONCE - 1):
+                yield Stretch(start, start + KEYS_AT_ONCE, Sight.ALL)
+            yield Stretch(stop - KEYS_AT_ONCE, stop, Sight.ALL)
+        else:
+            for first in range(start, stop, KEYS_AT_ONCE):
+                yield Stretch(first, min(first + KEYS_AT_ONCE, stop), Sight.ALL)
 
 
 def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

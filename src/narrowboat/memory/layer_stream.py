@@ -169,6 +169,7 @@ def _tiles_backward(
         for grad, part in zip(grads, found, strict=True):
             if part is not None:
                 grad += part
+        del leaf, leaf_grad, found  # the next tile wants the room
     return grads
 
 

@@ -62,7 +62,7 @@ _repeats: ContextVar[float] = ContextVar("narrowboat_repeats", default=1.0)
 @contextmanager
 def standing_for(times: float) -> Iterator[None]:
     """In a forecast what is done inside stands for ``times`` of its kind, others of which are left out."""
-    token = _repeats.set(times)
+    token = _repeats.set(times * _repeats.get())
     try:
         yield
     finally:

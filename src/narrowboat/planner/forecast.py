@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from narrowboat.memory import attention
 from narrowboat.memory.meter import BASE_WEIGHTS
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
@@ -109,6 +110,8 @@ class Forecaster:
             return _Whole(self._trace(sample, num_rows, num_tokens), sample).forecast(plan, num_rows, num_tokens)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
         windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]
+        if plan.layers == "stream" and num_tokens > attention.KEYS_AT_ONCE:
+            windows.append(attention.KEYS_AT_ONCE + 3 * unit)
         steady = max([2 * plan.chunk_tokens, *windows])  # beyond it every further unit adds the same
         first = max(2, -(-steady // unit) - 1) * unit + num_tokens % unit  # a first, a last and a middle tile
         lengths = [first, first + unit, first + 2 * unit]

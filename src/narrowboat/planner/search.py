@@ -27,7 +27,7 @@ LOOK_AHEAD = 1
 LENGTH_STEP = 1024
 """Longest rows are found to this many tokens."""
 
-LONGEST_TOKENS = 2**24
+FIRST_GUESS, LONGEST_TOKENS = 2**16, 2**24
 
 
 class Search:
@@ -84,22 +84,32 @@ class Search:
         """
         best: Forecast | None = None
         num_shorter = 0
-        for plan in reversed(self.rungs):
-            num_tokens = self._longest(plan, limits)
-            num_shorter = num_shorter + 1 if best is not None and num_tokens < best.num_tokens else 0
+        # The last rung takes longest to rehearse, so the one before it sets the mark.
+        for plan in (*self.rungs[-2:-1], self.rungs[-1], *reversed(self.rungs[:-2])):
+            mark = 0 if best is None else best.num_tokens
+            num_tokens = self._longest(plan, limits, mark)
+            if num_tokens > mark or (num_tokens == mark > 0 and plan != self.rungs[-1]):
+                best, num_shorter = self.forecast(plan, num_tokens), 0
+            elif plan != self.rungs[-1]:
+                num_shorter += 1
             if num_shorter > LOOK_AHEAD:
                 break
-            if num_tokens and not num_shorter:
-                best = self.forecast(plan, num_tokens)
         if best is None:
             raise BudgetError(self._refusal(self.forecast(self.rungs[-1], LENGTH_STEP), limits))
         return self._keep_layers(best, limits)
 
-    def _longest(self, plan: MemoryPlan, limits: Limits) -> int:
-        """Tokens of the longest row that ``plan`` fits in, in whole steps."""
-        return LENGTH_STEP * largest(
-            LONGEST_TOKENS // LENGTH_STEP, lambda n: limits.allow(self.forecast(plan, n * LENGTH_STEP, many=True))
-        )
+    def _longest(self, plan: MemoryPlan, limits: Limits, mark: int) -> int:
+        """Tokens of the longest row that ``plan`` fits in, in whole steps, if that is ``mark`` or more."""
+
+        def fits(num_tokens: int, many: bool = False) -> bool:
+            return limits.allow(self.forecast(plan, num_tokens, many=many))
+
+        if mark and plan != self.rungs[-1] and not fits(mark):
+            return 0
+        if mark and not fits(mark + LENGTH_STEP):
+            return mark
+        first = mark // LENGTH_STEP + 1 if mark else FIRST_GUESS // LENGTH_STEP
+        return LENGTH_STEP * largest(LONGEST_TOKENS // LENGTH_STEP, lambda n: fits(n * LENGTH_STEP, many=True), first)
 
     def _keep_layers(self, found: Forecast, limits: Limits) -> Forecast:
         """The same plan with as many layers kept as fit."""
@@ -158,9 +168,12 @@ def _where_it_fails(forecast: Forecast, limits: Limits) -> str:
     return f"it needs a scratch file of {needed}, and {free} are free"
 
 
-def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to ``limit`` that fits, 0 if 1 does not; whoever fits, smaller ones fit too."""
-    low, high = 0, 1
+def largest(limit: int, fits: Callable[[int], bool], first: int = 1) -> int:
+    """The largest number up to ``limit`` that fits, 0 if 1 does not; ``first`` is tried first.
+
+    Whatever is smaller than a number that fits has to fit too.
+    """
+    low, high = 0, first
     while high <= limit and fits(high):
         low, high = high, high * 2
     high = min(high, limit + 1)

@@ -1,9 +1,10 @@
-"""Every policy against a slow, obvious one: Python lists, one token at a time."""
+"""Every policy's choice against a slow, obvious one."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from narrowboat.memory.carry.policy import Candidates, Choice, Policy, Sinks, Window
 from narrowboat.memory.carry.scored import Heavy, Lru, Snap, Turns
+from tests.memory.carry import slow
+from tests.memory.carry.slow import Chosen
 
 NUM_HEADS = 2
-Chosen = list[set[int]]
-"""Of each head, the tokens that stay, by their place among the candidates."""
 
 
 def candidates_of(seed: int, num_old: int, num_new: int, now: int = 5, shuffled: bool = False) -> Candidates:
@@ -48,82 +49,11 @@ def chosen_by(policy: Policy, candidates: Candidates, num_tokens: int) -> tuple[
     return [set(head) for head in index.tolist()], choice
 
 
-def slow_window(candidates: Candidates, num_tokens: int) -> Chosen:
-    return [set(range(candidates.num_tokens)[-num_tokens:])] * NUM_HEADS
-
-
-def slow_sinks(candidates: Candidates, num_tokens: int) -> Chosen:
-    everyone = list(range(candidates.num_tokens))
-    if len(everyone) <= num_tokens:
-        return [set(everyone)] * NUM_HEADS
-    num_first = max(1, round(0.25 * num_tokens))
-    return [set(everyone[:num_first]) | set(everyone[len(everyone) - num_tokens + num_first :])] * NUM_HEADS
-
-
-def slow_lru(candidates: Candidates, num_tokens: int) -> Chosen:
-    now = int(candidates.segments[0, -1])
-    blocks: dict[int, list[int]] = {}
-    for i, position in enumerate(candidates.positions[0].tolist()):
-        blocks.setdefault(position // 8, []).append(i)
-    last_use = {}
-    for block, tokens in blocks.items():
-        share = sum(float(candidates.mass[:, i].mean()) for i in tokens) / candidates.num_queries
-        is_new = any(i >= candidates.num_tokens - candidates.num_new for i in tokens)
-        last_use[block] = now if share > 0.2 or is_new else max(float(candidates.marks[0, i]) for i in tokens)
-    kept: set[int] = set()
-    for block in sorted(blocks, key=lambda block: (-last_use[block], -block)):
-        if len(kept) + len(blocks[block]) > num_tokens:
-            break
-        kept |= {*blocks[block]}
-    return [kept or set(range(candidates.num_tokens)[-num_tokens:])] * NUM_HEADS
-
-
-def slow_heavy(candidates: Candidates, num_tokens: int) -> Chosen:
-    found = []
-    for head in range(NUM_HEADS):
-        by_age = sorted(range(candidates.num_tokens), key=lambda i: -int(candidates.positions[head, i]))
-        recent = by_age[: round(0.5 * num_tokens)]
-        others = by_age[len(recent) :]
-        others.sort(key=lambda i: -float(candidates.marks[head, i] + candidates.mass[head, i]))
-        found.append({*recent, *others[: num_tokens - len(recent)]})
-    return found if candidates.num_tokens > num_tokens else [set(range(candidates.num_tokens))] * NUM_HEADS
-
-
-def slow_snap(candidates: Candidates, num_tokens: int) -> Chosen:
-    found = []
-    for head in range(NUM_HEADS):
-        in_order = sorted(range(candidates.num_tokens), key=lambda i: int(candidates.positions[head, i]))
-        mass = [float(candidates.mass[head, i]) for i in in_order]
-        pooled = {i: max(mass[max(0, place - 1) : place + 2]) for place, i in enumerate(in_order)}
-        recent = in_order[::-1][: min(4, num_tokens, candidates.num_new)]
-        others = sorted((i for i in in_order if i not in recent), key=lambda i: -pooled[i])
-        num_others = num_tokens - len(recent)
-        least = 2.0 if not num_others else pooled[others[num_others - 1]] if num_others <= len(others) else 0.0
-        found.append({*recent, *(i for i in others if pooled[i] > least)})  # without those that tie with the last
-    return found if candidates.num_tokens > num_tokens else [set(range(candidates.num_tokens))] * NUM_HEADS
-
-
-def slow_turns(candidates: Candidates, num_tokens: int) -> Chosen:
-    turns: dict[int, list[int]] = {}
-    for i, segment in enumerate(candidates.segments[0].tolist()):
-        turns.setdefault(segment, []).append(i)
-    numbers = sorted(turns)
-    scores = {n: sum(float(candidates.mass[:, i].mean()) for i in turns[n]) / len(turns[n]) for n in numbers}
-    wanted = [numbers[-1], *numbers[-2:-1], numbers[0], *sorted(numbers, key=lambda n: -scores[n])]
-    kept: set[int] = set()
-    for number in dict.fromkeys(wanted):
-        if len(kept) + len(turns[number]) <= num_tokens:
-            kept |= {*turns[number]}
-    if not {*turns[numbers[-1]]} <= kept:
-        kept = set(range(candidates.num_tokens)[-num_tokens:])
-    return [kept] * NUM_HEADS
-
-
 ALIKE: dict[str, tuple[Policy, Callable[[Candidates, int], Chosen]]] = {
-    "window": (Window(), slow_window),
-    "sinks": (Sinks(head_share=0.25), slow_sinks),
-    "lru": (Lru(block_tokens=8, threshold=0.2), slow_lru),
-    "turns": (Turns(), slow_turns),
+    "window": (Window(), slow.window),
+    "sinks": (Sinks(head_share=0.25), partial(slow.sinks, head_share=0.25)),
+    "lru": (Lru(block_tokens=8, threshold=0.2), partial(slow.lru, block_tokens=8, threshold=0.2)),
+    "turns": (Turns(), slow.turns),
 }
 
 
@@ -133,9 +63,9 @@ ALIKE: dict[str, tuple[Policy, Callable[[Candidates, int], Chosen]]] = {
 def test_a_policy_for_all_heads_chooses_as_the_slow_one(
     name: str, seed: int, num_old: int, num_new: int, budget: int
 ) -> None:
-    policy, slow = ALIKE[name]
+    policy, slowly = ALIKE[name]
     candidates = candidates_of(seed, num_old, num_new)
-    assert chosen_by(policy, candidates, budget)[0] == slow(candidates, budget)
+    assert chosen_by(policy, candidates, budget)[0] == slowly(candidates, budget)
 
 
 @settings(max_examples=60, deadline=None)
@@ -143,7 +73,7 @@ def test_a_policy_for_all_heads_chooses_as_the_slow_one(
 def test_heavy_chooses_as_the_slow_one_for_each_head(seed: int, num_old: int, num_new: int, budget: int) -> None:
     candidates = candidates_of(seed, num_old, num_new, shuffled=True)
     chosen, choice = chosen_by(Heavy(), candidates, budget)
-    assert chosen == slow_heavy(candidates, budget)
+    assert chosen == slow.heavy(candidates, budget)
     torch.testing.assert_close(choice.marks, candidates.marks + candidates.mass)
 
 
@@ -153,8 +83,8 @@ def test_snap_chooses_as_the_slow_one_for_each_head(seed: int, num_old: int, num
     """Pooling makes ties; those beside the last place are anyone's."""
     candidates = candidates_of(seed, num_old, num_new, shuffled=True)
     chosen, _ = chosen_by(Snap(num_observed=4, pool_tokens=3), candidates, budget)
-    for mine, slow in zip(chosen, slow_snap(candidates, budget), strict=True):
-        assert slow <= mine
+    for mine, sure in zip(chosen, slow.snap(candidates, budget, 4, 3), strict=True):
+        assert sure <= mine
         assert len(mine) == min(budget, candidates.num_tokens)
 
 

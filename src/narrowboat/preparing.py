@@ -1,0 +1,118 @@
+"""Preparing data, for a run or ahead of it: read, cut and packed once, kept, and shown with the account of every token.
+
+No weights are loaded, unless ``dialogues.scorer: attention`` asks what the base model looks at.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from narrowboat.data.prepare import Prepared, prepare
+from narrowboat.data.show import MARKS, NO_MARKS, account_table, chosen, parts, samples
+from narrowboat.errors import OptionError
+from narrowboat.events import Event, Notice, Tell
+from narrowboat.machine.caches import cache_folder
+from narrowboat.machine.hardware import pick_device
+from narrowboat.machine.precision import choose_precision
+from narrowboat.model.base import hush_transformers, load_base, load_config, load_tokenizer
+from narrowboat.model.gaze import Gaze
+from narrowboat.options.schema import Options
+
+FOLDER = "data"
+"""Of prepared data, in Narrowboat's cache folder."""
+
+
+def prepared_data(options: Options, config: Any, tokenizer: Any, tell: Tell, quiet: bool = False) -> Prepared:
+    """Rows for the model of ``config``, found where they were kept before or made, with a bar if that takes its time.
+
+    Raises:
+        DataError: a file is missing, or there is nothing to learn.
+    """
+    folder = Path(options.data.cache).expanduser() if options.data.cache else cache_folder() / FOLDER
+    max_positions = config.get_text_config().max_position_embeddings
+    with _Bar(quiet) as bar, Gaze(lambda: _base(options, tell)) as gaze:
+        attention = gaze if options.dialogues.uses_attention else None
+        return prepare(options, tokenizer, max_positions, tell, folder, on_progress=bar, attention=attention)
+
+
+def _base(options: Options, tell: Tell) -> Any:
+    device = pick_device(options.model.device)
+    return load_base(
+        options.model, choose_precision(options.model.dtype, device, options.model.quantize), device, tell
+    )[0]
+
+
+def refuse_no_data(options: Options) -> None:
+    """What can be said before anything is loaded.
+
+    Raises:
+        OptionError: no file is named.
+    """
+    if not options.data.train:
+        raise OptionError("data.train names no file; write for example data.train: documents.jsonl")
+
+
+def run(options: Options, as_json: bool, num_shown: int) -> None:
+    """Prepare and print the account on standard output, as ``narrowboat prepare`` does; notices go to standard error.
+
+    Raises:
+        NarrowboatError: its kinds say what was refused.
+    """
+    refuse_no_data(options)
+    hush_transformers()
+    config, tokenizer = load_config(options.model.name, _say), load_tokenizer(options.model.name, _say)
+    data = prepared_data(options, config, tokenizer, _say, quiet=as_json)
+    if as_json:
+        shown = [
+            {
+                "source": example.source,
+                "segment": example.segment,
+                "tokens": example.num_tokens,
+                "learnt_tokens": example.num_supervised,
+                "parts": [{"text": text, "kind": kind} for text, kind in parts(example, tokenizer)],
+            }
+            for example in chosen(data, num_shown)
+        ]
+        print(json.dumps(data.account.as_dict() | ({"samples": shown} if num_shown else {})))
+        return
+    console = Console(highlight=False)
+    for sample in samples(data, tokenizer, num_shown, MARKS if console.color_system is None else NO_MARKS):
+        console.print(sample)
+    console.print(account_table(data.account))
+
+
+def _say(event: Event) -> None:
+    if isinstance(event, Notice):
+        print(event.text, file=sys.stderr)
+
+
+class _Bar:
+    """Bytes read of all there are, on standard error, if that is a terminal; from the second batch to the last."""
+
+    def __init__(self, quiet: bool) -> None:
+        columns = (TextColumn("prepare"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._progress = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+        self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __call__(self, num_bytes: int, total_bytes: int) -> None:
+        self._progress.update(self._task, completed=num_bytes, total=total_bytes)
+        if num_bytes < total_bytes:
+            self._progress.start()
+        else:  # what is told next is told without it
+            self._progress.stop()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
