@@ -71,6 +71,7 @@ PLANS: list[dict[str, Any]] = [
     STREAM | {"num_kept_layers": 2},
     STREAM | {"keep_keys_values": True},
     STREAM | {"inputs": "host", "weights": "host"},
+    STREAM | {"inputs": "disk"},
     STREAM | {"inputs": "disk", "input_stride": 2},
     STREAM | {"input_stride": 3, "weights": "disk"},
 ]

@@ -145,6 +145,14 @@ def test_the_run_is_the_one_that_never_saw_the_bad_rows(tmp_path: Path):
     )
 
 
+def test_what_is_no_number_is_said_with_its_layer_and_tile(tmp_path: Path):
+    hurt = model()
+    Poison(hurt, 3, 4)  # the step's forward, and the one that looks for it
+    _, told, _ = trained(hurt, tmp_path)
+    (said,) = [e.text for e in told if isinstance(e, Notice) and "skipped" in e.text]
+    assert "its gradient norm nan, first in the embedding, tokens 0 to 20. Nothing was changed" in said
+
+
 def test_a_scale_that_starts_far_too_high_comes_down_and_loses_no_row(tmp_path: Path):
     end, told, _ = trained(model(torch.float16), tmp_path, scale=LossScale(2.0**40, 100))
     steps = [e for e in told if isinstance(e, StepDone)]

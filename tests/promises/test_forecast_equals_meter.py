@@ -29,6 +29,7 @@ PLANS: list[dict[str, Any]] = [
     RECOMPUTE | {"weights": "host"},
     TILE | {"num_kept_layers": 2, "keep_keys_values": True},
     TILE | {"inputs": "host", "weights": "host"},
+    TILE | {"inputs": "disk"},
     TILE | {"inputs": "disk", "input_stride": 2, "weights": "disk"},
 ]
 

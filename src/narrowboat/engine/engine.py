@@ -30,6 +30,7 @@ from narrowboat.engine.undo import Undo
 from narrowboat.events import Notice, Tell
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.carry.handover import Handover
+from narrowboat.memory.finite import NotFinite, where_not_finite
 from narrowboat.memory.install import Installed, install
 from narrowboat.memory.linear_loss import shift
 from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, cause
@@ -215,6 +216,20 @@ class Engine:
             dropout_seeds=[0], fused_lm_head=True, **further,
         )  # fmt: skip
         return -out.log_probs[0]
+
+    def where_not_finite(self, rows: Sequence[Row]) -> NotFinite | None:
+        """The first layer and tile whose output is no number; None if all are, or where a carry goes with the rows."""
+        if self.carrying is not None:
+            return None
+        for group in self._learnt_groups(rows):
+            batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
+            inputs = {
+                "input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids,
+                "attention_mask": batch.attention_mask, "lengths": batch.lengths, "dropout_seeds": [0] * len(group),
+            }  # fmt: skip
+            if (found := where_not_finite(self._installed, inputs)) is not None:
+                return found
+        return None
 
     def _gradients_again(self, rows: Sequence[Row], seed: int) -> None:
         """The gradients at the weights' present values, without scale, not clipped."""

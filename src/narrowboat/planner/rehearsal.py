@@ -112,22 +112,32 @@ class Rehearsal:
 
     @contextmanager
     def _moments(self) -> Iterator[None]:
-        """Tell the recorder when a layer begins, forwards and backwards, and when the loss does."""
-        recorder = self._recorder
+        """Tell the recorder when a layer begins, forwards and backwards, and when the loss does.
+
+        No hook sees a layer's output: an engine would take it for somebody who wants to keep it.
+        """
+        layers, backbone = [layer.module for layer in self._anatomy.layers], self._anatomy.backbone
+
+        def enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if index:
+                self._announce(args[0] if args else kwargs["hidden_states"], index - 1)
+            self._recorder.begin(FORWARD, index)
+
+        def leave(output: Any) -> None:
+            self._announce(output[0], len(layers) - 1)
+            self._recorder.begin(LOSS)
+
         with ExitStack() as stack:
-            for i, layer in enumerate(self._anatomy.layers):
-                module = layer.module
-                stack.callback(module.register_forward_pre_hook(lambda *_, i=i: recorder.begin(FORWARD, i)).remove)
-                stack.callback(module.register_forward_hook(lambda *given, i=i: self._announce(given[2], i)).remove)
-            backbone = self._anatomy.backbone
-            stack.callback(backbone.register_forward_hook(lambda *_: recorder.begin(LOSS)).remove)
+            for i, layer in enumerate(layers):
+                hook = layer.register_forward_pre_hook(lambda *given, i=i: enter(i, *given[1:]), with_kwargs=True)
+                stack.callback(hook.remove)
+            stack.callback(backbone.register_forward_hook(lambda *given: leave(given[2])).remove)
             yield
 
-    def _announce(self, output: Any, layer: int) -> None:
+    def _announce(self, output: torch.Tensor, layer: int) -> None:
         """Backwards a layer begins when the gradient of its output is there."""
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:  # no gradient comes to what lies before the first adapter
-            hidden.register_hook(lambda _: self._recorder.begin(BACKWARD, layer))
+        if output.requires_grad:  # no gradient comes to what lies before the first adapter
+            output.register_hook(lambda _: self._recorder.begin(BACKWARD, layer))
 
     def _own(self, layer: nn.Module) -> Bytes:
         parameters = list(layer.parameters())

@@ -7,19 +7,22 @@ so that no row is lost to it. Otherwise no scale would help: the rows are passed
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
+from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine, Outcome
 from narrowboat.errors import ModelError
 from narrowboat.events import Notice, Tell
 from narrowboat.train.checkpoint import Position
 
 
-def after_bad_step(engine: Engine, outcome: Outcome, position: Position, max_in_a_row: int, tell: Tell) -> Position:
-    """Where the run stands when the step after ``position`` was skipped.
+def after_bad_step(
+    engine: Engine, rows: Sequence[Row], outcome: Outcome, position: Position, max_in_a_row: int, tell: Tell
+) -> Position:
+    """Where the run stands when the step after ``position``, over ``rows``, was skipped.
 
     Raises:
         ModelError: ``max_in_a_row`` were, with likely causes.
@@ -33,6 +36,8 @@ def after_bad_step(engine: Engine, outcome: Outcome, position: Position, max_in_
     position = replace(
         position, num_passed_over=position.num_passed_over + 1, num_bad_in_a_row=position.num_bad_in_a_row + 1
     )
+    if not math.isfinite(loss) and position.num_bad_in_a_row == 1 and (where := engine.where_not_finite(rows)):
+        found += f", first in {where}"
     tell(Notice(f"{found}. Nothing was changed, its {outcome.num_tokens:,} tokens are passed over."))
     if position.num_bad_in_a_row >= max_in_a_row:
         raise ModelError(
