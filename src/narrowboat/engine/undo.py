@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from narrowboat.memory.meter import OPTIMIZER_STATES, cause
 
@@ -36,11 +37,13 @@ class Undo:
         """From here to ``forget`` everything can be taken back."""
         assert self._optimizer is not None
         with cause(OPTIMIZER_STATES, "host"):
-            self._saved = {p: _copy(p.detach(), self._saved.get(p)) for p in self._weights}
-            self._states = {p: _copies(state, self._states.get(p, {})) for p, state in self._optimizer.state.items()}
+            copier = _Copier()
+            self._saved = {p: copier.copy(p.detach(), self._saved.get(p)) for p in self._weights}
+            self._states = {p: copier.all(s, self._states.get(p, {})) for p, s in self._optimizer.state.items()}
             settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
             before = self._groups or [{} for _ in settings]
-            self._groups = [_copies(*both) for both in zip(settings, before, strict=True)]
+            self._groups = [copier.all(*both) for both in zip(settings, before, strict=True)]
+            copier.finish()
         self._is_armed = True
 
     @torch.no_grad()
@@ -75,14 +78,28 @@ def _put_back(into: dict[str, Any], saved: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _copies(values: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value, into.get(key)) for key, value in values.items()}
+class _Copier:
+    """Copies into host memory, into that of an earlier copy where it has the same shape: those all in one go."""
 
+    def __init__(self) -> None:
+        self._into: list[torch.Tensor] = []
+        self._from: list[torch.Tensor] = []
 
-def _copy(value: Any, into: Any = None) -> Any:
-    """A copy in host memory: in that of an earlier one where it has the same shape."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    if type(value) is type(into) and (value.shape, value.dtype) == (into.shape, into.dtype):
-        return into.copy_(value.detach())
-    return value.detach().to("cpu", copy=True)
+    def all(self, values: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
+        return {key: self.copy(value, into.get(key)) for key, value in values.items()}
+
+    def copy(self, value: Any, into: Any = None) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        value = value.detach()
+        if type(value) is not type(into) or (value.shape, value.dtype) != (into.shape, into.dtype):
+            return value.to("cpu", copy=True)
+        if is_traceable_wrapper_subclass(value):  # quantised
+            return into.copy_(value)
+        self._into.append(into)
+        self._from.append(value)
+        return into
+
+    def finish(self) -> None:
+        if self._into:
+            torch._foreach_copy_(self._into, self._from)

@@ -123,8 +123,11 @@ class _LinearLoss(torch.autograd.Function):
         factors = grad.reshape(-1)
         if hidden_grad is not None:
             flat = hidden_grad.view(-1, hidden_grad.shape[-1])
-            for part, factor in zip(flat.split(SCALED_TOKENS), factors.split(SCALED_TOKENS), strict=True):
-                part.mul_(factor[:, None])  # computed in fp32, whatever the gradient's format
+            starts = range(0, len(flat), SCALED_TOKENS)
+            for start in starts[:1] if is_fake(flat) else starts:  # in a forecast one part stands for all
+                where = slice(start, start + SCALED_TOKENS)
+                with standing_for(len(starts) if is_fake(flat) else 1):
+                    flat[where].mul_(factors[where, None])  # computed in fp32, whatever the gradient's format
         if grads:
             factor = _one_factor(factors, targets)
             grads = [g.mul_(factor) for g in grads]
