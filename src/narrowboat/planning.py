@@ -214,7 +214,7 @@ def _config(name: str, tell: Tell) -> Any:
         near = did_you_mean(name.lower(), catalog.model_names())
         raise OptionError(
             f"model {name!r} is no folder here and not in the catalogue of {len(catalog.model_names())} models"
-            f"{near or '; narrowboat plan --known lists them'}. owner/model names one of the hub."
+            f"{near or '; narrowboat plan --known lists them.'} owner/model names one of the hub."
         )
     return load_config(name, tell)
 

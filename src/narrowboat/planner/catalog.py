@@ -87,8 +87,8 @@ def card(name: str) -> Card:
     """
     key = name.lower().replace("nvidia", "").replace("geforce", "").strip().replace(" ", "-").replace("_", "-")
     if key not in _data()["cards"]:
-        known = did_you_mean(key, card_names()) or f"; known are {', '.join(card_names())}"
-        raise OptionError(f"card {name!r} is not in the catalogue{known}. --budget 24GiB names any size.")
+        known = did_you_mean(key, card_names()) or f"; known are {', '.join(card_names())}."
+        raise OptionError(f"card {name!r} is not in the catalogue{known} --budget 24GiB names any size.")
     fields = _data()["cards"][key]
     return Card(key, fields["memory_mib"] * MIB, fields["tflops"], fields["bandwidth_gbs"])
 
