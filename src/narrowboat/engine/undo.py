@@ -1,8 +1,8 @@
 """An update that fails half-way is taken back: weights and states as they were, copied to host memory before it.
 
 An optimizer moves its tensors group by group; memory may run out between two of them. The copies cost 12 bytes a
-trainable weight of host memory (with AdamW), which is held on to, and as long as copying takes: 1.5 % of a step of 2,048
-tokens on a CPU (``benchmarks/governor.py``), less of a longer one.
+trainable weight of host memory (with AdamW), which is held on to, and as long as copying takes: 1.5 % of a step of
+2,048 tokens on a CPU (``benchmarks/governor.py``), less of a longer one.
 """
 
 from __future__ import annotations
