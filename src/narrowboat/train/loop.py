@@ -90,7 +90,7 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
     read = None if engine.carrying else partial(recovery.after_micro_batch, rows, step)
     outcome = recovery.run(partial(engine.step, rows, rate, seed, read), rows, step)
     if outcome.was_skipped:
-        return after_bad_step(engine, rows, outcome, position, options.optimizer.max_skipped, tell)
+        return after_bad_step(recovery, rows, outcome, position, options.optimizer.max_skipped, tell)
     loss, norm = recovery.run(lambda: (float(outcome.loss), float(outcome.gradient_norm)), rows, step)
     recovery.run(partial(_check, engine, outcome, step, rate), rows, step)
     tell(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,16 +18,18 @@ from narrowboat.engine.engine import Engine, Outcome
 from narrowboat.errors import ModelError
 from narrowboat.events import Notice, Tell
 from narrowboat.train.checkpoint import Position
+from narrowboat.train.recovery import Recovery
 
 
 def after_bad_step(
-    engine: Engine, rows: Sequence[Row], outcome: Outcome, position: Position, max_in_a_row: int, tell: Tell
+    recovery: Recovery, rows: Sequence[Row], outcome: Outcome, position: Position, max_in_a_row: int, tell: Tell
 ) -> Position:
     """Where the run stands when the step after ``position``, over ``rows``, was skipped.
 
     Raises:
         ModelError: ``max_in_a_row`` were, with likely causes.
     """
+    engine = recovery.engine
     loss, norm = float(outcome.loss), float(outcome.gradient_norm)
     found = f"Step {position.step + 1} was skipped: its loss is {loss:.4g}, its gradient norm {norm:.4g}"
     position = replace(position, num_skipped=position.num_skipped + 1)
@@ -36,8 +39,9 @@ def after_bad_step(
     position = replace(
         position, num_passed_over=position.num_passed_over + 1, num_bad_in_a_row=position.num_bad_in_a_row + 1
     )
-    if not math.isfinite(loss) and position.num_bad_in_a_row == 1 and (where := engine.where_not_finite(rows)):
-        found += f", first in {where}"
+    if not math.isfinite(loss) and position.num_bad_in_a_row == 1:
+        where = recovery.run(partial(engine.where_not_finite, rows), rows, position.step + 1)
+        found += f", first in {where}" if where else ""
     tell(Notice(f"{found}. Nothing was changed, its {outcome.num_tokens:,} tokens are passed over."))
     if position.num_bad_in_a_row >= max_in_a_row:
         raise ModelError(
