@@ -75,7 +75,7 @@ def _put_back(into: dict[str, Any], saved: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor) and isinstance(into.get(key), torch.Tensor):
             into[key].copy_(value)
         else:
-            into[key] = value
+            into[key] = value.clone() if isinstance(value, torch.Tensor) else value  # ours takes the next copies
 
 
 class _Copier:
