@@ -70,7 +70,10 @@ def plan_for(question: Question, tell: Tell = lambda event: None, with_lengths: 
         ModelError: the model's configuration cannot be used.
         BudgetError: a budget is above the machine or card.
     """
-    search, limits = search_for(question, tell)
+    return _answer(question, *search_for(question, tell), with_lengths)
+
+
+def _answer(question: Question, search: Search, limits: Limits, with_lengths: bool) -> Answer:
     found = answer(search, limits, question.num_tokens, lambda options: _search(search, options), with_lengths)
     return Answer(found.best, found.alternatives, found.lengths, limits, found.notes + _notes(question))
 
@@ -82,10 +85,10 @@ def run(question: Question, as_json: bool, with_probe: bool, html: Path | None) 
         if isinstance(event, Notice):
             print(event.text, file=sys.stderr)
 
-    found = plan_for(question, tell, with_lengths=not as_json)
+    search, limits = search_for(question, tell)
+    found = _answer(question, search, limits, with_lengths=not as_json)
     if html is not None:
-        tokens = found.best.forecast.num_tokens
-        write_page(search_for(question, tell)[0], found.limits, tokens, _title(question), html)
+        write_page(search, limits, found.best.forecast.num_tokens, _title(question), html)
     if as_json:
         for note in found.notes:
             print(note, file=sys.stderr)
