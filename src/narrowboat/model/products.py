@@ -8,8 +8,8 @@ three tensors of its size.
 RunLoRA (arXiv:2312.03415) chooses the order by shape. Of the orders, (x A') B' has the fewest operations with fewer
 tokens than in x out / (in + out), half a square matrix's width; with more, x (W + s B A)' has. That one rounds the sum
 to the base's format, so that 16 bits lose most of what the adapter learnt, and holds a second W meanwhile: here it is
-never taken. What that leaves undone is in float32, with many tokens and narrow layers: a tenth to a fifth of a product
-at 1,024 tokens of SmolLM2's layers, nothing at 256 (``python -m benchmarks.adapters --orders``).
+never taken. What that leaves undone is in float32, with many tokens and narrow layers: a tenth to a quarter of a
+product at 4,096 tokens of SmolLM2's layers, nothing at 256 (``python -m benchmarks.adapters --orders``).
 
 With dropout, as LoRA has it, the adapter's input is dropped and never the base's; PEFT's DoRA drops both.
 
