@@ -185,7 +185,9 @@ def plan(
     config: Config = None,
     *,
     model: Annotated[str, typer.Option("--model", help="A name of the catalogue, a folder, or owner/model.")] = "",
-    quantize: Annotated[str, typer.Option("--quantize", help="nf4, int8 or int8_weight.", show_default=False)] = "",
+    quantize: Annotated[
+        str, typer.Option("--quantize", help="nf4, int4_weight, int8 or int8_weight.", show_default=False)
+    ] = "",
     rank: Annotated[str, typer.Option("--rank", help="Of the adapter.", show_default=False)] = "",
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Of the longest row.")] = None,
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,

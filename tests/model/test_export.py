@@ -132,7 +132,7 @@ def test_r23_what_makes_them_differ_unties_them(target: str, model_of, tmp_path:
     assert (logits(merged) - logits(model)).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "int8", "int8_weight"])
+@pytest.mark.parametrize("quantize", ["nf4", "int4_weight", "int8", "int8_weight"])
 @pytest.mark.parametrize("init", ["default", "loftq"])
 def test_a_quantised_base_is_written_out_as_the_adapter_learnt_on_it(
     quantize: str, init: str, model_of, tmp_path: Path

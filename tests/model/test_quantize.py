@@ -20,15 +20,15 @@ from narrowboat.memory.meter import BASE_WEIGHTS, Meter
 from narrowboat.model.adapters import adapt, load_adapter_state, save_adapter
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.base import empty_base, give_fake_tensors, load_base, weight_reader
-from narrowboat.model.quantize import written_out
+from narrowboat.model.packed import written_out
 from narrowboat.options.schema import LoraOptions, ModelOptions
 from narrowboat.plan import MemoryPlan
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 IDS = torch.arange(3, 67)[None]
-ERRORS = {"nf4": 0.12, "int8": 0.012, "int8_weight": 0.012}
-BITS = {"nf4": 4.13, "int8": 8.1, "int8_weight": 8.1}
+ERRORS = {"nf4": 0.12, "int4_weight": 0.12, "int8": 0.012, "int8_weight": 0.012}
+BITS = {"nf4": 4.13, "int4_weight": 4.38, "int8": 8.1, "int8_weight": 8.1}
 
 
 @pytest.fixture
@@ -136,6 +136,21 @@ def test_the_forecasts_model_has_the_same_bytes_at_rest_and_about_the_same_at_wo
     assert forecast_peak == pytest.approx(peak, rel=0.15)
 
 
+def test_int4_takes_small_weights_and_rows_of_any_even_length():
+    from narrowboat.model.int4 import Int4Weight
+
+    weight = 1e-3 * torch.randn(96, 100, dtype=torch.bfloat16)  # groups of 4
+    weight[3] = 0
+    packed = Int4Weight.of(weight)
+    assert torch.equal(packed.dequantize()[3], weight[3])
+    assert (packed.dequantize().float() - weight).norm() < 0.12 * weight.norm()
+    steps = packed.dequantize().float().view(96, 25, 4) / packed.scale[..., None]
+    assert torch.allclose(steps, steps.round(), atol=0.1)  # of 15
+    assert packed.packed.nbytes == weight.numel() // 2
+    with pytest.raises(ModelError, match="has 33 inputs; take nf4 or int8"):
+        Int4Weight.of(torch.randn(8, 33))
+
+
 def test_what_is_quantised_already_is_not_quantised_again(folder: Path):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
@@ -166,7 +181,7 @@ import sys, threading, time, torch
 from narrowboat.machine.hardware import process_memory
 from narrowboat.machine.precision import choose_precision
 from narrowboat.model.base import load_base
-from narrowboat.model.quantize import written_out
+from narrowboat.model.packed import written_out
 from narrowboat.options.schema import ModelOptions
 options = ModelOptions(name=sys.argv[1], quantize=sys.argv[2])
 precision, cpu = choose_precision("bfloat16", torch.device("cpu"), sys.argv[2]), torch.device("cpu")
@@ -184,7 +199,7 @@ print(peak[0] - after)
 """
 
 
-@pytest.mark.parametrize("quantize", ["nf4"])
+@pytest.mark.parametrize("quantize", BITS)
 def test_loading_stays_below_one_shard_above_the_result(quantize: str, folder: Path, model_of, tmp_path: Path):
     tiny, folder = folder, tmp_path / "larger"
     model_of(

@@ -32,6 +32,7 @@ CASES: list[dict[str, Any]] = [
     {"model": {"quantize": "nf4"}, "lora": {"variants": ("dora",), "init": "loftq"}},
     {"lora": {"targets": (r"re:.*layers\.[13]\..*_proj",)}},
     {"model": {"quantize": "int8"}},
+    {"model": {"quantize": "int4_weight"}, "lora": {"variants": ("dora",)}},
     {"model": {"quantize": "int8_weight"}, "lora": {"variants": ("fa",)}},
 ]
 

@@ -41,7 +41,7 @@ class Unread:
     def put_on(self, undo: ExitStack) -> None:
         """Replace the projections' forwards until ``undo`` closes."""
         for name, linear in self._linears.items():
-            undo.enter_context(forward_of(linear, partial(self._project, name, linear, linear.forward)))
+            undo.enter_context(forward_of(linear, Projection(linear, partial(self._value_instead, name))))
 
     @contextmanager
     def left_out(self, recomputing: bool, probe: Callable[[], Outcome]) -> Iterator[None]:
@@ -68,14 +68,32 @@ class Unread:
         finally:
             self._poisoned = None
 
-    def _project(
-        self, name: str, linear: torch.nn.Linear, own_forward: Callable[..., torch.Tensor], x: torch.Tensor
-    ) -> torch.Tensor:
+    def _value_instead(self, name: str) -> float | None:
         if name in self._left_out:
-            return _LeftOut.apply(x, linear.weight, 0.0)
-        if name == self._poisoned:
-            return _LeftOut.apply(x, linear.weight, torch.nan)
-        return own_forward(x)
+            return 0.0
+        return torch.nan if name == self._poisoned else None
+
+
+class Projection:
+    """Stands for a linear layer's forward.
+
+    Args:
+        linear: the layer.
+        value_instead: what fills the output right now; None where the product is to be made.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, value_instead: Callable[[], float | None]) -> None:
+        self._linear, self._own_forward, self._value_instead = linear, linear.forward, value_instead
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        value = self._value_instead()
+        return self._own_forward(x) if value is None else _LeftOut.apply(x, self._linear.weight, value)
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The same with another weight, without a graph."""
+        value = self._value_instead()
+        return F.linear(x, weight, bias) if value is None else _filled(x, weight, value)
 
 
 class _LeftOut(torch.autograd.Function):
@@ -84,12 +102,16 @@ class _LeftOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, value):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(weight)
-        return x.new_full((*x.shape[:-1], weight.shape[0]), value)
+        return _filled(x, weight, value)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (weight,) = ctx.saved_tensors
         return F.linear(grad, weight.t()), None, None
+
+
+def _filled(x: torch.Tensor, weight: torch.Tensor, value: float) -> torch.Tensor:
+    return x.new_full((*x.shape[:-1], weight.shape[0]), value)
 
 
 def _same(mine: torch.Tensor | None, truth: torch.Tensor | None) -> bool:

@@ -28,13 +28,8 @@ from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import Precision, name_of
 from narrowboat.model import embedded
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.quantize import (
-    Quantize,
-    describe_quantised,
-    pack,
-    quantization_config,
-    refuse_quantised_twice,
-)
+from narrowboat.model.packed import Quantize, pack
+from narrowboat.model.quantize import describe_quantised, quantization_config, refuse_quantised_twice
 from narrowboat.options.schema import ModelOptions
 from narrowboat.units import format_bytes
 

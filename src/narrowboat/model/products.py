@@ -6,10 +6,10 @@ one input keep that input itself; and ``base + s (x A') B'`` is one product with
 three tensors of its size.
 
 RunLoRA (arXiv:2312.03415) chooses the order by shape. Of the orders, (x A') B' has the fewest operations with fewer
-tokens than in x out / (in + out), half a square matrix's width; with more, x (W + s B A)' has. That one rounds the sum
-to the base's format, so that 16 bits lose most of what the adapter learnt, and holds a second W meanwhile: here it is
-never taken. What that leaves undone is in float32, with many tokens and narrow layers: a tenth to a quarter of a
-product at 4,096 tokens of SmolLM2's layers, nothing at 256 (``python -m benchmarks.adapters --orders``).
+tokens than in x out / (in + out), half a square matrix's width; with more, x (W + s B A)' has, and neither makes nor
+adds a second thing of the output's size, nor of the input's in backward: in x out x 4 bytes meanwhile, and a tenth to a
+seventh less time at 4,096 tokens of SmolLM2's layers (``python -m benchmarks.adapters --orders``). It is taken where
+all is float32. 16 bits would round the sum to the base's format and lose most of what the adapter learnt.
 
 With dropout, as LoRA has it, the adapter's input is dropped and never the base's; PEFT's DoRA drops both.
 
@@ -20,6 +20,7 @@ they are made of is float32. Rows of W that are all zero stay so (their magnitud
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from narrowboat.model.quantize import written_out
+from narrowboat.model.packed import written_out
 
 BLOCK_ROWS = 1024
 """Rows of W that are in float32 together."""
@@ -55,6 +56,10 @@ def _forward(layer: Any, own_forward: Any, norms: dict[str, _Norm], x: torch.Ten
     ):  # fmt: skip
         return own_forward(x, *args, **kwargs)
     name = names[0]
+    if not is_dora and _pays_in_weight(layer, name, x):
+        a, b = (part[name].weight for part in (layer.lora_A, layer.lora_B))
+        out = _InWeight.apply(x.flatten(0, -2), a, b, layer.scaling[name], layer.base_layer)
+        return out.view(*x.shape[:-1], out.shape[-1])
     base = layer.base_layer(x.flatten(0, -2))  # [tokens, out]
     a, b = (part[name].weight.to(base.dtype) for part in (layer.lora_A, layer.lora_B))  # [rank, in], [out, rank]
     scale = layer.scaling[name]
@@ -77,6 +82,45 @@ def _add_product(base: torch.Tensor, small: torch.Tensor, b: torch.Tensor, scale
     """
     add = torch.addmm if base._is_view() else torch.Tensor.addmm_
     return add(base, small, b.T, alpha=scale)
+
+
+def _pays_in_weight(layer: Any, name: str, x: torch.Tensor) -> bool:
+    """Whether ``x (W + s B A)'`` has fewer operations, and is as exact."""
+    base, dropout = layer.base_layer, layer.lora_dropout[name]
+    if type(base) is not nn.Linear or _product_of(base) is None or any(p.requires_grad for p in base.parameters()):
+        return False
+    if not layer.lora_A[name].weight.dtype == base.weight.dtype == x.dtype == torch.float32:
+        return False
+    drops = dropout.training and getattr(dropout, "p", 0.0) > 0
+    high, wide = base.weight.shape
+    return not drops and x.numel() // wide * (high + wide) > high * wide
+
+
+def _product_of(base: nn.Linear) -> Callable[..., torch.Tensor] | None:
+    """How ``base`` multiplies by a weight that it is given; None if its forward is somebody else's."""
+    forward = vars(base).get("forward")
+    return nn.functional.linear if forward is None else getattr(forward, "product", None)
+
+
+class _InWeight(torch.autograd.Function):
+    """``x (W + s B A)' + bias``, [tokens, out]; the sum is made twice and held by nobody."""
+
+    @staticmethod
+    def forward(ctx, x, a, b, scale, base):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, base.weight, a, b)
+        ctx.scale = scale
+        product = _product_of(base)
+        assert product is not None
+        return product(x, torch.addmm(base.weight, b, a, alpha=scale), base.bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, w, a, b = ctx.saved_tensors
+        for_x, for_a, for_b, *_ = ctx.needs_input_grad
+        dx = grad @ torch.addmm(w, b, a, alpha=ctx.scale) if for_x else None
+        da = (grad @ b).mul_(ctx.scale).T @ x if for_a else None
+        db = grad.T @ nn.functional.linear(x, a).mul_(ctx.scale) if for_b else None
+        return dx, da, db, None, None
 
 
 @dataclass

@@ -18,7 +18,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from narrowboat.errors import CheckpointError, ModelError
-from narrowboat.model.quantize import written_out
+from narrowboat.model.packed import written_out
 
 SVD_ROUNDS = 4
 """Power iterations of the randomised singular value decomposition."""

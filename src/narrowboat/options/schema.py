@@ -58,10 +58,11 @@ class ModelOptions(Group):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the frozen weights; auto takes what the device does well."
     )
-    quantize: Literal["none", "nf4", "int8", "int8_weight"] = Field(
+    quantize: Literal["none", "nf4", "int4_weight", "int8", "int8_weight"] = Field(
         "none",
-        description="What the base's linear layers are held in. nf4: 4 bits with scales in 8 (bitsandbytes); int8: "
-        "and products in 8 bits (bitsandbytes); int8_weight: and products in model.dtype (torchao).",
+        description="What the base's linear layers are held in. nf4: 4 bits with scales in 8 (bitsandbytes); "
+        "int4_weight: 4 bits in even steps (torchao); int8: and products in 8 bits (bitsandbytes); int8_weight: and "
+        "products in model.dtype (torchao).",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to train; auto takes a CUDA card if there is one."
