@@ -1,11 +1,12 @@
-"""How bytes and seconds grow with the tokens: full attention, a window, shifted sparse attention, and a carry.
+"""How bytes and seconds grow with the tokens: full attention, a window, shifted sparse attention, segments, a carry.
 
     python -m benchmarks.growth                                        # 1,024 to 65,536 tokens
     python -m benchmarks.growth --schemes full --tokens 1024 4096      # some rows measured again
     python -m benchmarks.growth --tokens                               # table and plot of the rows that are there
 
-One training step (AdamW on a rank-8 adapter) of a small random Llama on random tokens, layers recomputed unless a carry
-keeps a segment's activations; peak bytes by the meter without the weights, CPU seconds of one core.
+One training step (AdamW on a rank-8 adapter) of a small random Llama on random tokens, layers recomputed unless
+they are streamed or a segment's activations are kept; peak bytes by the meter without the weights, CPU seconds of one
+core.
 
 A growth order is the slope of log(bytes) or log(seconds) over log(tokens), fitted from 4,096 tokens on: 0 is no growth,
 1 linear, 2 quadratic. How seconds grow with the window is measured in the same way, at 16,384 tokens. A scheme whose
@@ -30,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import tables
 from benchmarks.plot import Line, chart
-from narrowboat.data.examples import Row
+from narrowboat.data.examples import IGNORED, Row
 from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
 from narrowboat.memory.carry.carrier import Carrier
@@ -41,8 +42,10 @@ from narrowboat.plan import MemoryPlan
 
 KEYS = ("name", "tokens", "window")
 SEGMENT_TOKENS = WINDOW = 512
+OVERLAP_TOKENS = 64
 WINDOWS, WINDOW_AT, FIT_FROM = (256, 1024, 2048), 16384, 4096
 RECOMPUTE, KEEP = MemoryPlan(layers="recompute"), MemoryPlan(layers="keep")
+STREAM = MemoryPlan(layers="stream", tile_tokens=SEGMENT_TOKENS, chunk_tokens=SEGMENT_TOKENS, inputs="disk")
 
 
 @dataclass(frozen=True)
@@ -67,43 +70,60 @@ def small_llama() -> PeftModel:
     return get_peft_model(LlamaForCausalLM(config), lora)
 
 
-Make = Callable[[PeftModel, int, int], tuple[Engine, Row]]
-"""From a model, tokens and a window."""
+Make = Callable[[PeftModel, int, int], tuple[Engine, list[Row]]]
+"""From a model, tokens and a window to what a step is made by, and of."""
 
 
-def full(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, Row]:
+def whole(plan: MemoryPlan) -> Make:
     """A whole row, each token of which sees all before it."""
-    ids = _ids(num_tokens)
-    return Engine(model, _optimizer(model), RECOMPUTE, 0), Row(ids, ids, (num_tokens,))
+
+    def make(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, list[Row]]:
+        ids = _ids(num_tokens)
+        return Engine(model, _optimizer(model), plan, 0), [Row(ids, ids, (num_tokens,))]
+
+    return make
 
 
 def sparse(is_shifted: bool) -> Make:
     """A whole row under a scheme."""
 
-    def make(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, Row]:
+    def make(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, list[Row]]:
         ids = _ids(num_tokens)
-        return Engine(model, _optimizer(model), RECOMPUTE, 0, scheme=Scheme(window, is_shifted)), Row(
-            ids, ids, (num_tokens,)
-        )
+        engine = Engine(model, _optimizer(model), RECOMPUTE, 0, scheme=Scheme(window, is_shifted))
+        return engine, [Row(ids, ids, (num_tokens,))]
 
     return make
+
+
+def overlapping(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, list[Row]]:
+    """Segments, each a row by itself that begins with the end of the one before, which is not learnt again."""
+    ids, rows = _ids(num_tokens), []
+    for start in range(0, num_tokens - OVERLAP_TOKENS, SEGMENT_TOKENS - OVERLAP_TOKENS):
+        part = ids[start : start + SEGMENT_TOKENS]
+        labels = part.copy()
+        labels[: OVERLAP_TOKENS if start else 0] = IGNORED
+        rows.append(Row(part, labels, (len(part),)))
+    return Engine(model, _optimizer(model), KEEP, 0), rows
 
 
 def carried(plan: MemoryPlan, **options: str) -> Make:
     """Segments of a document that carry ``window`` tokens."""
 
-    def make(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, Row]:
+    def make(model: PeftModel, num_tokens: int, window: int) -> tuple[Engine, list[Row]]:
         carry = CarryOptions.model_validate({"policy": "sinks", "budget": str(window)} | options)
         ids, lengths = _ids(num_tokens), (SEGMENT_TOKENS,) * (num_tokens // SEGMENT_TOKENS)
-        return Engine(model, _optimizer(model), plan, 0, carrier=Carrier(model, carry, 2**30)), Train(ids, ids, lengths)
+        engine = Engine(model, _optimizer(model), plan, 0, carrier=Carrier(model, carry, 2**30))
+        return engine, [Train(ids, ids, lengths)]
 
     return make
 
 
 SCHEMES: dict[str, Make] = {
-    "full": full,
+    "full": whole(RECOMPUTE),
+    "full, streamed, inputs on disk": whole(STREAM),
     "sliding window": sparse(is_shifted=False),
     "shifted sparse": sparse(is_shifted=True),
+    "segments with overlap": overlapping,
     "carry, cut": carried(KEEP),
     "carry, cut, recompute": carried(RECOMPUTE),
     "carry, within 4 segments": carried(KEEP, gradients="4"),
@@ -113,19 +133,19 @@ SCHEMES: dict[str, Make] = {
 def measure(name: str, num_tokens: int, window: int = WINDOW) -> Reading:
     """A step to get going, the median of up to five for seconds, and one under the meter for bytes."""
     model = small_llama()
-    engine, row = SCHEMES[name](model, num_tokens, window)
+    engine, rows = SCHEMES[name](model, num_tokens, window)
     seconds: list[float] = []
     with engine:
         for seed in range(6):
             began = time.process_time()
-            engine.step([row], 1e-4, seed=seed)
+            engine.step(rows, 1e-4, seed=seed)
             seconds.append(time.process_time() - began)
             if sum(seconds) > 4:
                 break
         with Meter() as meter:
             meter.watch_model(model)
             weights = meter.live.device_bytes
-            engine.step([row], 1e-4, seed=6)
+            engine.step(rows, 1e-4, seed=6)
     return Reading(name, num_tokens, window, meter.peak.device_bytes - weights, median(seconds[1:] or seconds))
 
 
@@ -143,8 +163,9 @@ def report(rows: Sequence[tables.Row]) -> None:
     usual = {(row["name"], row["tokens"]): row for row in rows if row["window"] == WINDOW}
     text = (
         "# How bytes and seconds grow\n\nOne training step of a small Llama (two layers of 4 heads of 32), window, "
-        f"segments and budget of {WINDOW} tokens, one core. `python -m benchmarks.growth`; a scheme whose step took "
-        f"more than 20 seconds was not tried on longer rows. Fitted from {FIT_FROM:,} tokens on.\n"
+        f"segments and budget of {WINDOW} tokens, overlap of {OVERLAP_TOKENS}, one core. "
+        "`python -m benchmarks.growth`; a scheme whose step took more than 20 seconds was not tried on longer rows. "
+        f"Fitted from {FIT_FROM:,} tokens on.\n"
     )
     for title, what, form in (
         ("Peak above the weights, MiB", "peak_bytes", lambda value: f"{value / 2**20:.1f}"),

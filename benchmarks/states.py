@@ -89,6 +89,7 @@ SETTINGS = [
     Setting("float16 scaled", "format", dtype="float16"),
     Setting("nf4", "format", quantize="nf4"),
     Setting("nf4 loftq", "format", lora={"init": "loftq"}, quantize="nf4"),
+    Setting("int4_weight", "format", quantize="int4_weight"),
     Setting("int8", "format", quantize="int8"),
     Setting("int8_weight", "format", quantize="int8_weight"),
 ]

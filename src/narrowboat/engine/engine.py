@@ -25,6 +25,7 @@ from narrowboat.data.batches import MicroBatch, collate, group_rows
 from narrowboat.data.examples import IGNORED, Row
 from narrowboat.data.trains import Train
 from narrowboat.engine.carrying import Carrying, Stretch
+from narrowboat.engine.gradients import gradients_of
 from narrowboat.engine.scaling import LossScale
 from narrowboat.engine.undo import Undo
 from narrowboat.events import Notice, Tell
@@ -37,7 +38,7 @@ from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, cause
 from narrowboat.memory.schemes import Scheme
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.account import account, describe
-from narrowboat.optimizers.buckets import DuringBackward, HostStates
+from narrowboat.optimizers.buckets import HostStates
 from narrowboat.plan import MemoryPlan
 
 
@@ -90,18 +91,17 @@ class Engine:
         scheme: Scheme | None = None,
     ) -> None:
         self.model, self.optimizer, self.scale = model, optimizer, scale
-        self._pad_id, self._clip_norm, self._tell = pad_id, clip_norm, tell
-        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._pad_id, self._tell = pad_id, tell
+        trainable = [p for p in model.parameters() if p.requires_grad]
         self.device = next(model.parameters()).device
         self._installed: Installed = install(model, plan, tell)
         self._installed.scheme = scheme
         self.carrying = None if carrier is None else Carrying(carrier, self.device)
         self._states_are_told = False
-        self.undo = Undo(self._trainable, optimizer)
+        self.undo = Undo(trainable, optimizer)
+        self._gradients = None if optimizer is None else gradients_of(optimizer, trainable, clip_norm, self.undo)
         if isinstance(optimizer, HostStates):
             optimizer.resting = lambda: cause(OPTIMIZER_STATES, "host")
-        if isinstance(optimizer, DuringBackward):
-            optimizer.stepping = lambda: cause(OPTIMIZER_STATES)
 
     def __enter__(self) -> Engine:
         self._installed.__enter__()
@@ -122,7 +122,7 @@ class Engine:
         self._installed.replan(plan)
 
     def step(
-        self, rows: Sequence[Row], learning_rate: float, seed: int, after_micro_batch: Callable[[], None] | None = None
+        self, rows: Sequence[Row], learning_rate: float, seed: int, after_micro_batch: Callable[[], None] = lambda: None
     ) -> Outcome:
         """One optimizer step over the step batch ``rows``.
 
@@ -135,28 +135,21 @@ class Engine:
             seed: of this step's dropout; with it, a row draws the same numbers under every plan.
             after_micro_batch: called after each backward; may change the plan for what follows.
         """
-        assert self.optimizer is not None
         with self._unchanged_if_it_fails():
             return self._step(rows, learning_rate, seed, after_micro_batch)
 
     def _step(
-        self, rows: Sequence[Row], learning_rate: float, seed: int, after_micro_batch: Callable[[], None] | None
+        self, rows: Sequence[Row], learning_rate: float, seed: int, after_micro_batch: Callable[[], None]
     ) -> Outcome:
-        assert self.optimizer is not None
+        assert self.optimizer is not None and self._gradients is not None
         self.model.train()
         driving.set_rate(self.optimizer, learning_rate)
-        if isinstance(self.optimizer, DuringBackward):
-            self.undo.remember()
-        loss, num_micro_batches = self._gradients(rows, seed, after_micro_batch)
+        loss, num_micro_batches = self._backward(rows, seed, after_micro_batch)
         scale = self._scale_value
-        norm = self.optimizer.norm() if isinstance(self.optimizer, DuringBackward) else self._examine()
+        norm = self._gradients.norm(scale)
         is_finite = is_fake(norm) or bool(torch.isfinite(norm) & torch.isfinite(loss))
         if is_finite:
-            if not isinstance(self.optimizer, DuringBackward):
-                self._unscale(norm)
-                self.undo.remember()
-            with cause(OPTIMIZER_STATES):
-                driving.step(self.optimizer, lambda: self._gradients_again(rows, seed))
+            self._gradients.use(norm, scale, lambda: self._backward(rows, seed))
         if self.scale is not None:
             self.scale.update(is_finite)
         if is_finite and not is_fake(norm) and not self._states_are_told:
@@ -231,11 +224,6 @@ class Engine:
                 return found
         return None
 
-    def _gradients_again(self, rows: Sequence[Row], seed: int) -> None:
-        """The gradients at the weights' present values, without scale, not clipped."""
-        self._gradients(rows, seed)
-        self._unscale(None)
-
     @contextmanager
     def _unchanged_if_it_fails(self) -> Iterator[None]:
         mark = None if self.carrying is None else self.carrying.mark()
@@ -244,8 +232,6 @@ class Engine:
             yield
         except BaseException:
             self.undo.take_back()
-            if isinstance(self.optimizer, DuringBackward):
-                self.optimizer.norm()  # of gradients that never were
             if self.carrying is not None and mark is not None:
                 self.carrying.go_back(mark)
             if self.scale is not None and scale is not None:
@@ -257,29 +243,23 @@ class Engine:
 
     def forget(self) -> None:
         """Drop the gradients of a step that failed."""
-        for parameter in self._trainable:
-            parameter.grad = None
+        if self._gradients is not None:
+            self._gradients.forget()
 
-    def _gradients(
-        self, rows: Sequence[Row], seed: int, after_micro_batch: Callable[[], None] | None = None
+    def _backward(
+        self, rows: Sequence[Row], seed: int, after_micro_batch: Callable[[], None] = lambda: None
     ) -> tuple[torch.Tensor, int]:
-        """The step batch's loss and number of micro-batches; its gradients, scaled, are in the parameters' ``grad``."""
+        """The step batch's loss and number of micro-batches; its gradients, scaled, are there."""
+        assert self._gradients is not None
         num_supervised = max(1, sum(row.num_supervised for row in rows))
         num_parts = self._num_parts(rows)
-        none_is_kept = isinstance(self.optimizer, DuringBackward) and num_parts == 1
+        self._gradients.begin(num_parts)
         with cause(GRADIENTS):
-            for parameter in self._trainable:
-                parameter.grad = None if none_is_kept else torch.zeros_like(parameter)
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for number, part in enumerate(self._parts(rows, num_supervised, seed), 1):
             loss += part.detach()
-            if not isinstance(self.optimizer, DuringBackward) or number < num_parts:
-                part.backward(torch.full_like(part, self._scale_value))
-            elif is_fake(loss) or torch.isfinite(loss):
-                with self.optimizer.armed():
-                    part.backward()
-            if after_micro_batch is not None:
-                after_micro_batch()
+            self._gradients.add(part, loss, self._scale_value, is_last=number == num_parts)
+            after_micro_batch()
         return loss, num_parts
 
     def _num_parts(self, rows: Sequence[Row]) -> int:
@@ -337,21 +317,6 @@ class Engine:
     @property
     def _scale_value(self) -> float:
         return 1.0 if self.scale is None else self.scale.value
-
-    def _examine(self) -> torch.Tensor:
-        """Norm of the whole gradient: one pass that finds anything not finite, in the adapters' gradients alone."""
-        return torch.nn.utils.get_total_norm(self._present_gradients(), foreach=True) / self._scale_value
-
-    def _unscale(self, norm: torch.Tensor | None) -> None:
-        """Take the scale out of the gradients and clip them, in one pass."""
-        factor: float | torch.Tensor = 1 / self._scale_value
-        if norm is not None and self._clip_norm:
-            factor = factor * torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
-            torch._foreach_mul_(self._present_gradients(), factor)
-
-    def _present_gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._trainable if p.grad is not None]
 
 
 def _as_train(row: Row) -> Train:

@@ -71,10 +71,6 @@ def store_at(place: Place, tell: Tell) -> Store:
     return OnDisk() if place == "disk" else OnDevice()
 
 
-def _shape(like: torch.Tensor, num_tokens: int) -> Shape:
-    return (like.shape[0], num_tokens, *like.shape[2:])
-
-
 class OnDevice:
     """Things stay where they are."""
 
@@ -90,7 +86,7 @@ class OnDevice:
     def room(self, like: torch.Tensor, num_tokens: int) -> Room:
         """See ``Store``."""
         with cause(LAYER_INPUTS):
-            return _Here(like.new_empty(_shape(like, num_tokens)))
+            return _Here(like.new_empty(like.shape[0], num_tokens, *like.shape[2:]))
 
     def close(self) -> None:
         """See ``Store``."""
@@ -114,13 +110,15 @@ class _Here:
         self._x = None
 
 
-class OnHost:
-    """Pinned host memory; on a CPU, where host and device are one, plain memory."""
+class Elsewhere:
+    """Things move to buffers, which are lent again when they come back.
 
-    def __init__(self, tell: Tell) -> None:
-        self._memory, self._pool = HostMemory(tell), Pool(self._allocate)
-        self._device = torch.device("cpu")
-        self._stream: torch.cuda.Stream | None = None
+    Args:
+        allocate: makes a buffer.
+    """
+
+    def __init__(self, allocate: Callable[[Shape, torch.dtype], torch.Tensor]) -> None:
+        self._pool = Pool(allocate)
 
     def put(self, x: torch.Tensor, layer: Layer) -> Held:
         """See ``Store``."""
@@ -134,46 +132,44 @@ class OnHost:
 
     def room(self, like: torch.Tensor, num_tokens: int) -> Room:
         """See ``Store``."""
-        self._device = like.device
-        buffer = self._pool.take(_shape(like, num_tokens), like.dtype)
-        if like.device.type != "cuda":
-            return _Lent(buffer, like.device, self._pool)
-        self._stream = self._stream or torch.cuda.Stream(like.device)
-        return _Travelling(buffer, like.device, self._pool, self._stream)
+        return _Lent(self._buffer(like, num_tokens), like.device, self._pool)
 
     def close(self) -> None:
         """See ``Store``."""
         self._pool.close()
+
+    def _buffer(self, like: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return self._pool.take((like.shape[0], num_tokens, *like.shape[2:]), like.dtype)
+
+
+class OnHost(Elsewhere):
+    """Pinned host memory; on a CPU, where host and device are one, plain memory."""
+
+    def __init__(self, tell: Tell) -> None:
+        super().__init__(self._allocate)
+        self._memory = HostMemory(tell)
+        self._device = torch.device("cpu")
+        self._stream: torch.cuda.Stream | None = None
+
+    def room(self, like: torch.Tensor, num_tokens: int) -> Room:
+        """See ``Store``."""
+        self._device = like.device
+        if like.device.type != "cuda":
+            return super().room(like, num_tokens)
+        self._stream = self._stream or torch.cuda.Stream(like.device)
+        return _Travelling(self._buffer(like, num_tokens), like.device, self._pool, self._stream)
 
     def _allocate(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         with cause(LAYER_INPUTS, "host"):
             return self._memory.empty(shape, dtype, self._device)
 
 
-class OnDisk:
+class OnDisk(Elsewhere):
     """Memory-mapped scratch files in the folder for temporary files."""
 
     def __init__(self, folder: Path | None = None) -> None:
+        super().__init__(self._map)
         self._folder = folder or Path(tempfile.gettempdir())
-        self._pool = Pool(self._map)
-
-    def put(self, x: torch.Tensor, layer: Layer) -> Held:
-        """See ``Store``."""
-        return self.hold(x)
-
-    def hold(self, x: torch.Tensor) -> Held:
-        """See ``Store``."""
-        room = self.room(x, x.shape[1])
-        room.write(0, x)
-        return room
-
-    def room(self, like: torch.Tensor, num_tokens: int) -> Room:
-        """See ``Store``."""
-        return _Lent(self._pool.take(_shape(like, num_tokens), like.dtype), like.device, self._pool)
-
-    def close(self) -> None:
-        """See ``Store``."""
-        self._pool.close()
 
     def _map(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         with cause(LAYER_INPUTS, "disk"):

@@ -20,7 +20,7 @@ DISTANCE = 1e-3
 
 
 @torch.no_grad()
-def estimate(parameters: list[torch.nn.Parameter], gradients: Callable[[], None], seed: int) -> list[torch.Tensor]:
+def estimate(parameters: list[torch.nn.Parameter], gradients: Callable[[], object], seed: int) -> list[torch.Tensor]:
     """One Hutchinson estimate of the Hessian's diagonal, a tensor for each parameter.
 
     Args:

@@ -28,7 +28,7 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"] = own
 
 
-def step(optimizer: Optimizer, gradients: Callable[[], None]) -> None:
+def step(optimizer: Optimizer, gradients: Callable[[], object]) -> None:
     """One step with the gradients that are in the parameters' ``grad``.
 
     Args:

@@ -87,8 +87,8 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
     rows = [course.rows[i] for i in course.schedule[position.step + position.num_passed_over]]
     rate = learning_rate(options.optimizer, step, course.num_steps)
     seed = _step_seed(options.train.seed, step)
-    read = None if engine.carrying else partial(recovery.after_micro_batch, rows, step)
-    outcome = recovery.run(partial(engine.step, rows, rate, seed, read), rows, step)
+    watched = {} if engine.carrying else {"after_micro_batch": partial(recovery.after_micro_batch, rows, step)}
+    outcome = recovery.run(partial(engine.step, rows, rate, seed, **watched), rows, step)
     if outcome.was_skipped:
         return after_bad_step(recovery, rows, outcome, position, options.optimizer.max_skipped, tell)
     loss, norm = recovery.run(lambda: (float(outcome.loss), float(outcome.gradient_norm)), rows, step)

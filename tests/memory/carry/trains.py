@@ -43,7 +43,7 @@ def step_gradients(engine: Engine, trains: Sequence[Train], seed: int = 0) -> tu
     """All gradients of one step, in one fp64 vector, and its loss."""
     with engine:
         engine.model.train()
-        loss, _ = engine._gradients(trains, seed)
+        loss, _ = engine._backward(trains, seed)
     found = [p.grad.double().flatten() for p in engine.model.parameters() if p.requires_grad and p.grad is not None]
     engine.forget()
     return torch.cat(found), float(loss)
