@@ -137,11 +137,11 @@ def growth(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row]) -> str:
-    """Bytes and processor seconds over tokens, as an SVG."""
+    """Bytes and seconds over tokens, as an SVG."""
     charts = []
     for title, what, unit in (
         ("Peak above the weights, MiB", "peak_bytes", 2**20),
-        ("Processor seconds, 1 thread", "cpu_seconds", 1),
+        ("Seconds of a step", "seconds", 1),
     ):
         lines = [
             Line(name, [(r.tokens, getattr(r, what) / unit) for r in rows if r.name == name and getattr(r, what)])

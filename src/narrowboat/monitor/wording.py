@@ -43,7 +43,9 @@ def line(event: Event) -> tuple[str, str] | None:
             )
         case PlanChosen():
             forecast = memory_words(sum(event.forecast_bytes.values()), event.budget_bytes)
-            words = f"; forecast {forecast} for {event.longest_tokens:,} tokens" if event.forecast_bytes else ""
+            together = event.plan.get("micro_batch_tokens") or 0
+            shared = f", {together:,} together" if together > event.longest_tokens else ""
+            words = f"; forecast {forecast} for {event.longest_tokens:,} tokens{shared}" if event.forecast_bytes else ""
             return "plan", event.description + words
         case PlanChanged():
             return "plan", f"from step {event.step:,}: {event.new}, was: {event.old} ({event.reason})"

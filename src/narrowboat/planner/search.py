@@ -126,7 +126,7 @@ class Search:
         return kept(num_layers) if num_layers else found
 
     def group_rows(self, found: Forecast, lengths: Sequence[int], batch_tokens: int, limits: Limits) -> Forecast:
-        """The same plan with as many tokens in a forward as fit, so that short rows go together.
+        """The same plan with as many tokens in a forward as fit, so that short rows go together, and its forecast.
 
         Args:
             found: the plan for the longest row.
@@ -137,14 +137,13 @@ class Search:
         ordered = sorted(lengths)
         typical = {ordered[0], ordered[len(ordered) // 2], ordered[-1]}
 
-        def fits(tokens: int) -> bool:
-            full = (self.forecast(found.plan, n, rows) for n in typical if (rows := tokens // n) > 1)
-            return all(limits.allow(forecast) for forecast in full)
-
-        tokens = found.num_tokens
-        while 2 * tokens <= batch_tokens and fits(2 * tokens):
-            tokens *= 2
-        return replace(found, plan=found.plan.model_copy(update={"micro_batch_tokens": tokens}))
+        tokens, highest = found.num_tokens, found
+        while 2 * tokens <= batch_tokens:
+            full = [self.forecast(found.plan, n, rows) for n in typical if (rows := 2 * tokens // n) > 1]
+            if not all(limits.allow(forecast) for forecast in full):
+                break
+            tokens, highest = 2 * tokens, max(found, *full, key=lambda forecast: forecast.device_bytes)
+        return replace(highest, plan=found.plan.model_copy(update={"micro_batch_tokens": tokens}))
 
     def _refusal(self, thriftiest: Forecast, limits: Limits) -> str:
         largest_parts = ", ".join(
