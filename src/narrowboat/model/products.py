@@ -89,7 +89,8 @@ def _pays_in_weight(layer: Any, name: str, x: torch.Tensor) -> bool:
     base, dropout = layer.base_layer, layer.lora_dropout[name]
     if type(base) is not nn.Linear or _product_of(base) is None or any(p.requires_grad for p in base.parameters()):
         return False
-    if not layer.lora_A[name].weight.dtype == base.weight.dtype == x.dtype == torch.float32:
+    formats = {layer.lora_A[name].weight.dtype, base.weight.dtype, x.dtype}
+    if formats != {torch.float32} or torch.is_autocast_enabled(x.device.type):
         return False
     drops = dropout.training and getattr(dropout, "p", 0.0) > 0
     high, wide = base.weight.shape
