@@ -168,6 +168,8 @@ def _carried(carrier: Carrier, num_tokens: int) -> int:
 
 def report(rows: Sequence[tables.Row]) -> None:
     """Tables and plot of all rows that there are."""
+    order = [*ENDS, *POLICIES]
+    rows = sorted(rows, key=lambda row: (order.index(row["name"]), row["budget"]))
     parts = {part: [row for row in rows if row["part"] == part] for part in ("perplexity", "recall")}
     text = "# Does what matters survive a carry?\n"
     if some := parts["perplexity"]:
