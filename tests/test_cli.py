@@ -90,6 +90,18 @@ def test_a_run_leaves_what_it_promises(run_file: Path, tiny_model: Path, tmp_pat
     assert not torch.equal(before, after)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("--memory.budgett", "3GiB"), ("--memory.budgett=3GiB",), ("--memory.budgett", "3GiB", "run.yaml")],
+    ids=" ".join,
+)
+def test_a_flag_with_a_slip_is_named_wherever_it_stands(words: tuple[str, ...], run_file: Path) -> None:
+    done = narrowboat("train", *(run_file if word == "run.yaml" else word for word in words))
+    assert done.returncode == 2
+    assert "memory.budgett = '3GiB': there is no such option. Did you mean 'memory.budget'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_wrong_options_are_told_together_before_anything_is_made(run_file: Path, tmp_path: Path) -> None:
     done = narrowboat("train", run_file, "--lora.rnk", "3", "--optimizer.lr", "fast", "--train.steps=0")
     assert done.returncode == 2

@@ -61,8 +61,14 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         if "over" in given:  # --over takes all the words that follow it
             given["over"] += [word for word in words if "=" in word and not word.startswith("--")]
             words = [word for word in words if word not in given["over"]]
-        set_flags = {key: value for key, value in values.items() if value is not None} | _unknown(words)
-        command(flags=set_flags, **given)
+        if str(given["config"]).startswith("--"):  # a flag that typer does not know, where the file may stand
+            words, given["config"] = [str(given["config"]), *words], None
+        unknown, strays = _unknown(words)
+        if strays and given["config"] is None:
+            given["config"] = Path(strays.pop(0))
+        if strays:
+            raise OptionError(f"{strays[0]}: expected one configuration file and flags such as --lora.rank 16")
+        command(flags={key: value for key, value in values.items() if value is not None} | unknown, **given)
 
     signature = inspect.Signature([context, *own, *flags])
     run.__signature__ = signature  # type: ignore[attr-defined]
@@ -90,23 +96,23 @@ def _flag(name: str, key: str) -> inspect.Parameter:
     return inspect.Parameter(name, keyword_only, default=None, annotation=Annotated[kind, declared])
 
 
-def _unknown(arguments: list[str]) -> dict[str, str]:
-    """Flags that typer does not know, so that they are reported together with all other mistakes.
-
-    Raises:
-        OptionError: for a word that is no flag at all.
+def _unknown(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Flags that typer does not know, so that they are reported together with all other mistakes; and words that are
+    no flags.
     """
     found: dict[str, str] = {}
+    strays: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            raise OptionError(f"{word}: expected one configuration file and flags such as --lora.rank 16")
+            strays.append(word)
+            continue
         key, has_value, value = word[2:].partition("=")
         if not has_value:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         found[key] = value
-    return found
+    return found, strays
 
 
 Config = Annotated[Path | None, typer.Argument(help="A YAML file of options; flags win over it.", show_default=False)]
