@@ -109,20 +109,23 @@ def test_the_order_of_products_is_the_shorter_one_where_it_is_as_exact(num_token
     assert flops(layer, num_tokens, dtype) == base + small
 
 
-def test_in_a_second_run_nobody_makes_a_product_that_nobody_reads(model_of):
+def test_in_a_second_run_nobody_makes_a_product_that_nobody_reads(model_of, monkeypatch):
     """Streaming leaves the last projection of a recomputed tile out, whatever the order of the adapter's products."""
+    model = adapted(model_of("llama", num_hidden_layers=1))
+    ids = torch.arange(512)[None] % 90 + 3
 
-    def flops_of(model: nn.Module) -> int:
+    def counted() -> int:
         with install(model, MemoryPlan(layers="stream", tile_tokens=128, chunk_tokens=128)):
-            ids = torch.arange(512)[None] % 100 + 3
             model(input_ids=ids, labels=ids).loss.backward()  # finds out which are read
             with FlopCounterMode(display=False) as counter:
                 model(input_ids=ids, labels=ids).loss.backward()
             return counter.get_total_flops()
 
-    mine = flops_of(adapted(model_of("llama", num_hidden_layers=1)))
-    theirs = flops_of(as_peft(adapted(model_of("llama", num_hidden_layers=1))))
-    assert 0.9 * theirs < mine < theirs
+    left_out = counted()
+    always = "narrowboat.memory.unread.Projection.product"
+    monkeypatch.setattr(always, lambda self, x, weight, bias: nn.functional.linear(x, weight, bias))
+    last = model.get_base_model().model.layers[0].mlp.down_proj.base_layer
+    assert counted() - left_out >= 2 * ids.numel() * last.weight.numel()
 
 
 def test_norms_follow_the_weights(model_of):

@@ -28,9 +28,9 @@ from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import Precision, name_of
 from narrowboat.model import embedded
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.packed import Quantize, pack
+from narrowboat.model.packed import pack
 from narrowboat.model.quantize import describe_quantised, quantization_config, refuse_quantised_twice
-from narrowboat.options.schema import ModelOptions
+from narrowboat.options.schema import ModelOptions, Quantize
 from narrowboat.units import format_bytes
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")

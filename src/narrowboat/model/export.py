@@ -28,8 +28,9 @@ from narrowboat.machine.hardware import free_disk_bytes
 from narrowboat.model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.base import empty_base, load_config, model_folder, weight_files
-from narrowboat.model.packed import PackedLinear, Quantize, pack
+from narrowboat.model.packed import PackedLinear, pack
 from narrowboat.model.quantize import round_trip
+from narrowboat.options.schema import Quantize
 from narrowboat.units import format_bytes
 
 NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth")

@@ -1,7 +1,7 @@
 """A packed weight is written out for each product, and not held between them.
 
 A quantised layer makes its product with its weight in 16 bits: in x out x 2 bytes while it is made, forwards and once
-more backwards, about as fast as the unquantised product where many tokens share it.
+more backwards, nearly as fast as the unquantised product where many tokens share it.
 
 ``PackedLinear`` stands for such a layer in a forecast: the same bytes at rest and while a product is made, no values.
 """
@@ -9,15 +9,15 @@ more backwards, about as fast as the unquantised product where many tokens share
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 
 from narrowboat.model.anatomy import bare
+from narrowboat.options.schema import Quantize
 
-Quantize = Literal["none", "nf4", "int4_weight", "int8", "int8_weight"]
 BLOCK = 64
 """Weights that share a scale in 4 bits."""
 

@@ -8,7 +8,7 @@ three tensors of its size.
 RunLoRA (arXiv:2312.03415) chooses the order by shape. Of the orders, (x A') B' has the fewest operations with fewer
 tokens than in x out / (in + out), half a square matrix's width; with more, x (W + s B A)' has, and neither makes nor
 adds a second thing of the output's size, nor of the input's in backward: in x out x 4 bytes meanwhile, and a tenth to a
-seventh less time at 4,096 tokens of SmolLM2's layers (``python -m benchmarks.adapters --orders``). It is taken where
+sixth less time at 4,096 tokens of SmolLM2's layers (``python -m benchmarks.adapters --orders``). It is taken where
 all is float32. 16 bits would round the sum to the base's format and lose most of what the adapter learnt.
 
 With dropout, as LoRA has it, the adapter's input is dropped and never the base's; PEFT's DoRA drops both.

@@ -9,14 +9,13 @@ int8_weight  8.0                 a scale for each row of the weight; the input s
 
 nf4 and int8 are bitsandbytes', the other two torchao's. Weights are quantised one tensor at a time while they are read,
 so loading peaks at the result and one shard. On a CPU all four work, about as fast as the unquantised product where
-many tokens share it.
+many tokens share it; int4_weight takes a quarter longer at 4,096 tokens of SmolLM2's.
 """
 
 from __future__ import annotations
 
 import logging
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ from transformers import BitsAndBytesConfig, TorchAoConfig
 from narrowboat.errors import ModelError
 from narrowboat.machine.extras import quiet, require
 from narrowboat.machine.precision import name_of
-from narrowboat.model.packed import BLOCK, Quantize, linear
+from narrowboat.model.packed import BLOCK, linear
+from narrowboat.options.schema import Quantize
 from narrowboat.units import format_bytes
 
 
@@ -134,4 +134,6 @@ def _parts(weight: Any) -> list[torch.Tensor]:
 
 def _int4(option: str) -> Any:
     require("torchao.quantization", option)
-    return import_module("narrowboat.model.int4")
+    from narrowboat.model import int4  # which needs torchao to be imported
+
+    return int4

@@ -39,6 +39,7 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+Quantize = Literal["none", "nf4", "int4_weight", "int8", "int8_weight"]
 USUAL_RANK = 16
 Rank = Annotated[
     Annotated[int, Field(ge=1, le=4096), Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
@@ -58,7 +59,7 @@ class ModelOptions(Group):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the frozen weights; auto takes what the device does well."
     )
-    quantize: Literal["none", "nf4", "int4_weight", "int8", "int8_weight"] = Field(
+    quantize: Quantize = Field(
         "none",
         description="What the base's linear layers are held in. nf4: 4 bits with scales in 8 (bitsandbytes); "
         "int4_weight: 4 bits in even steps (torchao); int8: and products in 8 bits (bitsandbytes); int8_weight: and "
