@@ -19,13 +19,13 @@ from narrowboat.events import Event, Notice, RunEnded, Tell
 from narrowboat.machine.hardware import pick_device
 from narrowboat.machine.precision import choose_precision
 from narrowboat.memory.install import install
-from narrowboat.memory.meter import Meter as meter
 from narrowboat.model.adapters import adapt, load_adapter_state
 from narrowboat.model.base import hush_transformers, load_base, load_config, load_tokenizer
 from narrowboat.model.export import base_of, copy_adapter, merge
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.options import load
 from narrowboat.options.schema import Options
+from narrowboat.owner.meter import Meter as meter
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.answer import Answer
 from narrowboat.preparing import prepared_data, refuse_no_data

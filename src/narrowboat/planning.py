@@ -24,11 +24,11 @@ from narrowboat.events import Event, Notice, Tell
 from narrowboat.machine.hardware import pick_device
 from narrowboat.machine.precision import choose_precision
 from narrowboat.machine.profile import CARD_MARGIN
-from narrowboat.memory.gauge import Gauge
 from narrowboat.model.adapters import adapt
 from narrowboat.model.base import hush_transformers, load_base, load_config
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import Options
+from narrowboat.owner.gauge import Gauge
 from narrowboat.planner import catalog
 from narrowboat.planner.answer import Answer, answer
 from narrowboat.planner.forecast import Forecast, Workload

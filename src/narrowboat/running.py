@@ -21,7 +21,6 @@ from narrowboat.errors import OptionError
 from narrowboat.events import DataReady, ModelReady, Notice, PlanChosen, RunEnded, RunStarted, Tell
 from narrowboat.machine.hardware import describe_device, device_memory, pick_device
 from narrowboat.machine.precision import Precision, choose_precision, name_of
-from narrowboat.memory.gauge import Gauge
 from narrowboat.model.adapters import Adapted, adapt, save_adapter
 from narrowboat.model.base import (
     check_weights,
@@ -34,6 +33,7 @@ from narrowboat.model.base import (
 from narrowboat.optimizers.build import build_optimizer, settle_states
 from narrowboat.optimizers.driving import averaged
 from narrowboat.options.schema import Options
+from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
 from narrowboat.planner.search import search_here

@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
 from narrowboat.machine.extras import quiet
-from narrowboat.memory.meter import Meter
 from narrowboat.model.adapters import adapt
 from narrowboat.model.quantize import quantization_config
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import Options
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.forecast import Forecaster, Workload
 from tests.memory.families import SIZES, tiny

@@ -13,13 +13,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.errors import AnatomyError
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.tile import HandedOver, KeysValues, Link, Outputs, Tile
 from narrowboat.memory.unread import Unread
+from narrowboat.owner.values import has_values
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 PROBE_TOKENS = 4
@@ -133,7 +133,7 @@ class LayerCall:
 
     def _leaving_out(self, x: torch.Tensor, recomputing: bool) -> AbstractContextManager[None]:
         """Without the projections that nobody reads."""
-        if self._unread is None or is_fake(x):
+        if self._unread is None or not has_values(x):
             return nullcontext()
         return self._unread.left_out(recomputing, partial(self._probe, x))
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowboat.memory.layer_call import LayerCall
-from narrowboat.memory.meter import LAYER_INPUTS, account
+from narrowboat.owner.causes import LAYER_INPUTS, account
 
 
 def recompute_layer(x: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, ...]:

@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
-from narrowboat.memory.forwards import forward_of
 from narrowboat.model.anatomy import Anatomy, text_config
+from narrowboat.model.forwards import forward_of
+from narrowboat.owner.values import has_values
 
 
 class Tail:
@@ -74,7 +74,7 @@ class Tail:
     def _does_no_more(self) -> bool:
         """Ask the model for the logits of small and of large hidden states, which scales and caps treat differently."""
         weight = self.weight
-        if is_fake(weight) or weight.device.type == "meta":
+        if not has_values(weight):
             return True
         small = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device, dtype=weight.dtype).view(1, 2, -1)
         tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 2e-2

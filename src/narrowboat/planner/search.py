@@ -14,6 +14,7 @@ import torch
 
 from narrowboat.errors import BudgetError
 from narrowboat.options.schema import Options
+from narrowboat.owner.causes import WORKING_SET
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.cost import seconds
 from narrowboat.planner.forecast import Forecast, Forecaster, Workload
@@ -50,6 +51,15 @@ class Search:
             seconds=None if rates is None else seconds(bare.work, rates, self.target.on_card),
         )
 
+    def in_every_phase(self, found: Forecast) -> Forecast:
+        """The same with the peak of each phase; the highest is what the device has to hold."""
+        bare = self._forecaster.phases(found.plan, found.num_tokens, found.num_rows)
+        phases = {name: size + self.target.margin.of(size) for name, size in bare.items()}
+        device_bytes = max(found.device_bytes, *phases.values())
+        more = device_bytes - found.device_bytes
+        by_cause = found.by_cause | ({WORKING_SET: found.by_cause.get(WORKING_SET, 0) + more} if more else {})
+        return replace(found, phases=phases, device_bytes=device_bytes, by_cause=by_cause)
+
     def choose(self, num_tokens: int, limits: Limits, shorter: MemoryPlan | None = None) -> Forecast:
         """The fastest plan for a row of ``num_tokens``.
 
@@ -67,7 +77,10 @@ class Search:
             if limits.allow(found):
                 near = (self.forecast(other, num_tokens) for other in rungs[i + 1 : i + 1 + LOOK_AHEAD])
                 fitting = [found, *(other for other in near if limits.allow(other))]
-                return min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.seconds or 0)
+                best = min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.seconds or 0)
+                found = self.in_every_phase(best)
+                if limits.allow(found):
+                    return found
         raise BudgetError(self._refusal(found, limits))
 
     def from_here_down(self, plan: MemoryPlan) -> tuple[MemoryPlan, ...]:
@@ -96,7 +109,7 @@ class Search:
                 break
         if best is None:
             raise BudgetError(self._refusal(self.forecast(self.rungs[-1], LENGTH_STEP), limits))
-        return self._keep_layers(best, limits)
+        return self.in_every_phase(self._keep_layers(best, limits))
 
     def _longest(self, plan: MemoryPlan, limits: Limits, mark: int) -> int:
         """Tokens of the longest row that ``plan`` fits in, in whole steps, if that is ``mark`` or more."""
@@ -143,7 +156,8 @@ class Search:
             if not all(limits.allow(forecast) for forecast in full):
                 break
             tokens, highest = 2 * tokens, max(found, *full, key=lambda forecast: forecast.device_bytes)
-        return replace(highest, plan=found.plan.model_copy(update={"micro_batch_tokens": tokens}))
+        together = replace(highest, plan=found.plan.model_copy(update={"micro_batch_tokens": tokens}))
+        return self.in_every_phase(together)
 
     def _refusal(self, thriftiest: Forecast, limits: Limits) -> str:
         largest_parts = ", ".join(
