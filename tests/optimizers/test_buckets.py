@@ -58,7 +58,7 @@ def test_states_on_the_host_visit_the_device_a_bucket_at_a_time():
     with Meter() as meter:
         for weight in weights:
             meter.watch(weight.data, "weights")
-            meter.watch(weight.grad)
+            meter.watch(weight.grad, "gradients")
         before = meter.live.device_bytes
         for _ in range(3):
             optimizer.step()

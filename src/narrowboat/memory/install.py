@@ -225,7 +225,7 @@ class Installed:
         if is_kept:
             out, *further = (call.whole(x), *call.collect())
         elif plan.layers == "recompute":
-            out, *further = recompute_layer(x, call)
+            out, *further = recompute_layer(x, call, batch.store)
         else:
             ours = x is batch.latest and not module._forward_hooks  # else someone may read it later
             out, *further = stream_layer(x, call, plan.tile_tokens, batch.store, plan.keep_keys_values, ours)

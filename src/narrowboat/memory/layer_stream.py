@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from narrowboat.errors import AnatomyError
 from narrowboat.memory.layer_call import LayerCall
 from narrowboat.memory.tile import KeysValues, Outputs
 from narrowboat.owner.causes import GRADIENTS, LAYER_INPUTS, cause
@@ -42,10 +43,18 @@ def stream_layer(
 
     Returns:
         The same shape as ``x``, and whatever ``call.collect`` gives.
+
+    Raises:
+        AnatomyError: gradients flow to more than the layer's input and its weights.
     """
     if not torch.is_grad_enabled():
         out, further, _ = run_tiles(x, call, tile_tokens)
         return (out, *further)
+    if call.learning:
+        raise AnatomyError(
+            f"{type(call.layer).__name__} takes {len(call.learning)} tensors beside its input to which gradients flow, "
+            "and they would be lost tile by tile; use the plan recompute."
+        )
     parameters = [p for p in call.layer.parameters() if p.requires_grad]
     return _StreamLayer.apply(x, call, tile_tokens, store, keep_attention, overwrite, *parameters)
 

@@ -34,6 +34,9 @@ from narrowboat.model.quantize import describe_quantised, quantization_config, r
 from narrowboat.options.schema import ModelOptions, Quantize
 from narrowboat.units import format_bytes
 
+FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""As safetensors names them."""
+
 GENERATION = "generation_config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZER_FILES = (
@@ -112,6 +115,18 @@ def _load(folder: Path, taker: Taker | None, settings: dict[str, Any]) -> tuple[
     if model.can_generate() and (folder / GENERATION).exists():
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
     return model, found
+
+
+def stored_dtype(name: str, config: Any) -> torch.dtype | None:
+    """The format of the weights in the files of ``name``, or what its ``config`` says of models that are not here."""
+    stated = getattr(config, "dtype", None)
+    folder = Path(name).expanduser()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return stated if isinstance(stated, torch.dtype) else None
+    with safe_open(files[0], framework="pt") as weights:
+        kinds = [weights.get_slice(key).get_dtype() for key in weights.keys()]  # noqa: SIM118
+    return next((FORMATS[kind] for kind in kinds if kind in FORMATS), None)
 
 
 def weight_reader(name: str, tell: Tell) -> Callable[[str], torch.Tensor]:

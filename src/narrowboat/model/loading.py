@@ -25,8 +25,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 class Taker(Protocol):
     """Takes weights over while a model is read."""
 
-    def arrive(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``tensor``, pages of a file, in ``dtype`` if its cast copy may lie where it is to rest; or as it is."""
+    def arrive(self, read: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """``read()``, pages of a file, in ``dtype`` if its cast copy may lie where it is to rest; or as it is."""
 
     def lay_down(self, layer: nn.Module, parameter: torch.Tensor, is_mapped: bool) -> None:
         """Take over ``parameter``, which ``layer`` has just got; ``is_mapped``: its memory is pages of the file."""
@@ -70,12 +70,17 @@ class _Slice:
         self._lazy, self._dtype, self._taker, self._mapped = lazy, dtype, taker, mapped
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self._lazy[index]
-        if tensor.is_floating_point() and tensor.dtype != self._dtype:
-            return self._taker.arrive(tensor, self._dtype)
-        storage = tensor.untyped_storage()
-        self._mapped[storage._cdata] = storage
-        return tensor
+        read: list[torch.Tensor] = []
+
+        def look() -> torch.Tensor:
+            read.append(self._lazy[index])
+            return read[0]
+
+        arrived = self._taker.arrive(look, self._dtype)
+        if arrived is read[0]:
+            storage = arrived.untyped_storage()
+            self._mapped[storage._cdata] = storage
+        return arrived
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lazy, name)

@@ -36,16 +36,17 @@ class Owner:
     Args:
         device: where the arithmetic is.
         tell: hears notices.
+        keeps_files: nobody writes into the frozen weights, so that they may stay pages of the model's own files.
 
     Attributes:
         weights: the frozen ones.
         inputs: takes what the forward pass leaves for backward.
     """
 
-    def __init__(self, device: torch.device, tell: Tell = nothing) -> None:
+    def __init__(self, device: torch.device, tell: Tell = nothing, keeps_files: bool = True) -> None:
         self.device = device
         self._host, self._disk = Host(device, tell), Disk(device, tell)
-        self.weights = Weights(device, self._host, self._disk)
+        self.weights = Weights(device, self._host, self._disk, keeps_files)
         self.inputs: Store = OnDevice()
         self._plan: MemoryPlan | None = None
         self._model: nn.Module | None = None
@@ -63,6 +64,12 @@ class Owner:
         """Be the owner of ``model`` from here on: with its adapter, if it is to have one."""
         self._model = unwrap(model)
         setattr(self._model, ATTRIBUTE, self)
+
+    def bring(self, model: nn.Module) -> None:
+        """Bring the adapter of ``model``, which was made where its base rests, to the device."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(self.device)
 
     def begin(self, anatomy: Anatomy, plan: MemoryPlan) -> None:
         """Take over the model's weights, and arrange everything as ``plan`` says."""

@@ -12,7 +12,7 @@ from its first byte on; and a plan that changes moves them from place to place, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -73,13 +73,15 @@ class Weights:
     Args:
         device: where the arithmetic is.
         host, disk: places to rest at.
+        keeps_files: nobody writes into the weights, so that they may rest as pages of the model's own files.
 
     Attributes:
         place: where layers, head and embedding rest.
     """
 
-    def __init__(self, device: torch.device, host: Host, disk: Disk) -> None:
+    def __init__(self, device: torch.device, host: Host, disk: Disk, keeps_files: bool = True) -> None:
         self.place: Place = "device"
+        self._keeps_files = keeps_files
         self._device, self._disk = device, disk
         self._places: dict[Place, Resting | None] = {"device": None, "host": host, "disk": disk}
         self._arrived: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
@@ -101,9 +103,11 @@ class Weights:
         place = self._places[self.place]
         return bool(self._units) and place is not None and place.copies
 
-    def arrive(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A weight as its file has it, in another format than the model's: cast on its way to disk, and not before."""
-        if self.place != "disk":
+    def arrive(self, read: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """A weight as its file has it. One in another format than the model's is cast on its way to disk."""
+        with cause(BASE_WEIGHTS, "file"):
+            tensor = read()
+        if self.place != "disk" or tensor.dtype == dtype or not tensor.is_floating_point():
             return tensor
         room = self._disk.empty(tensor.shape, dtype, BASE_WEIGHTS).copy_(tensor)
         self._arrived[_key(room)] = room.untyped_storage()
@@ -114,7 +118,7 @@ class Weights:
         for leaf in leaves_of(parameter, layer):
             if _key(leaf.tensor) not in self._laid_down:  # else it is tied to one that was
                 where: Where = "disk" if _key(leaf.tensor) in self._arrived else "device"
-                weight = _Weight(leaf, leaf.tensor.detach(), where, is_mapped, is_guest=False)
+                weight = _Weight(leaf, leaf.tensor.detach(), where, is_mapped and self._keeps_files, is_guest=False)
                 self._move(weight, self.place)
                 self._laid_down[_key(weight.resting)] = weight
 

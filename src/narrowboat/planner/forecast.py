@@ -117,11 +117,12 @@ class Forecaster:
         evaluation = self._whole(near, num_tokens, num_rows, work=EVALUATION)
         evaluating = total(evaluation.peak("device"), "device")
         if not self.work.trains:
-            return {"loading": total(evaluation.rest, "device"), "evaluation": evaluating}
+            resting = total(evaluation.rest, "device")
+            return {"loading": resting + self._looking_at_the_head_bytes, "evaluation": evaluating}
         step = self._whole(near, num_tokens, num_rows)
         resting = total(step.rest, "device")
         return {
-            "loading": step.before_the_first_step,
+            "loading": step.before_the_first_step + self._looking_at_the_head_bytes,
             "first step": step.first_step,
             "step": total(step.peak("device"), "device"),
             "evaluation": evaluating,
@@ -133,6 +134,17 @@ class Forecaster:
         """The plan to rehearse: to a card weights come from a disk by copies, as from host memory."""
         from_disk = self.work.on_card and plan.weights == "disk"
         return plan.model_copy(update={"weights": "host"}) if from_disk else plan
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Of the weights of the largest layer, which has to be on a card as a whole."""
+        return max(sum(p.nbytes for p in layer.module.parameters()) for layer in self._layers)
+
+    @cached_property
+    def _looking_at_the_head_bytes(self) -> int:
+        """Of one token's logits, twice in float32 and once as they come, by which a loss learns what the head does."""
+        itemsize = self.work.dtype.itemsize
+        return Anatomy.of(self._base).vocab_size * (8 + (itemsize if itemsize < 4 else 0))
 
     @cached_property
     def _mapped_bytes(self) -> int:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from narrowboat.errors import BudgetError
-from narrowboat.options.schema import Options
 from narrowboat.owner.causes import WORKING_SET
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.cost import seconds
 from narrowboat.planner.forecast import Forecast, Forecaster, Workload
 from narrowboat.planner.ladder import Wanted, ladder
-from narrowboat.planner.target import Limits, Target, target_here
+from narrowboat.planner.target import Limits, Target
 from narrowboat.units import format_bytes
 
 LOOK_AHEAD = 1
@@ -164,10 +160,12 @@ class Search:
             f"{name} {format_bytes(size)}" for name, size in list(thriftiest.by_cause.items())[:3]
         )
         where = _where_it_fails(thriftiest, limits)
+        layer_bytes = self._forecaster.layer_bytes
+        layer = f" Its largest layer takes {format_bytes(layer_bytes)}." if layer_bytes > limits.device_bytes else ""
         return (
             f"The thriftiest exact plan ({thriftiest.plan.describe()}) peaks at "
             f"{format_bytes(thriftiest.device_bytes)} for a row of {thriftiest.num_tokens:,} tokens; {where}. "
-            f"Largest parts: {largest_parts}."
+            f"Largest parts: {largest_parts}.{layer}"
         )
 
 
@@ -194,9 +192,3 @@ def largest(limit: int, fits: Callable[[int], bool], first: int = 1) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def search_here(options: Options, config: Any, dtype: torch.dtype, device: torch.device) -> Search:
-    """Plans for a run with ``options`` on this machine."""
-    work = Workload(config, options, dtype, device.type == "cuda")
-    return Search(work, target_here(device, dtype), options.memory.plan)

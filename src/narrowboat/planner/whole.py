@@ -91,7 +91,7 @@ class Whole:
     @property
     def first_step(self) -> int:
         """The device's peak in the first step: its states come with the update, and nothing takes them back yet."""
-        until_the_update = self._peak("device", minus(self.rest, self._states), self._parts[1:-1])
+        until_the_update = self._peak("device", minus(self.rest, self._states), self._parts[:-1])
         update = self._peak("device", minus(self.rest, self._copies), self._parts[-1:])
         return max(total(until_the_update, "device"), total(update, "device"))
 

@@ -84,10 +84,16 @@ class Recovery:
                 if num_same > MAX_SAME or failure.memory != "device" or not self._has_room():
                     raise OutOfMemory(self._last_words(failure, step))
                 self._tell(
-                    Notice(f"Step {step}: {ran_out} under the thriftiest plan, and is tried again: there is room.")
+                    Notice(
+                        f"{_where(step)}: {ran_out} under the thriftiest plan, though there is room; it is tried again."
+                    )
                 )
             self.gauge.read()  # what was seen before a change says nothing of what comes after it
         raise AssertionError("unreachable")
+
+    def patiently(self, work: Callable[[], Result], rows: Sequence[Row]) -> Result:
+        """The same outside of any step."""
+        return self.run(work, rows, 0)
 
     def after_micro_batch(self, rows: Sequence[Row], step: int) -> None:
         """Step down before memory runs out; called inside ``work``."""
@@ -124,7 +130,7 @@ class Recovery:
         helps = dict.fromkeys(HELP.get(name, "a smaller data.max_tokens") for name in list(causes)[:2])
         advice = " or ".join(helps) or "a smaller data.max_tokens"
         return (
-            f"{failure.memory.capitalize()} memory ran out in step {step} under the thriftiest plan "
+            f"{failure.memory.capitalize()} memory ran out in {_where(step)} under the thriftiest plan "
             f"({self.engine.plan.describe()}): {failure.words} memory.budget is {self._budget}. "
             f"Largest parts at the peak: {parts or 'unknown'}. {advice.capitalize()} would help, or a larger "
             "memory.budget."
@@ -142,6 +148,10 @@ def failure_of(error: BaseException) -> Failure | None:
     if "CUDA error: out of memory" in words:  # an allocation by the driver and not by torch's allocator: pinned
         return Failure("pinned", words)
     return None
+
+
+def _where(step: int) -> str:
+    return f"step {step}" if step else "evaluation"
 
 
 def _words(plan: MemoryPlan) -> str:
