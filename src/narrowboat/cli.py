@@ -41,9 +41,9 @@ def main() -> None:
             print(f"{len(lines)} options are wrong; nothing was loaded:", file=sys.stderr)
         print("\n".join(f"narrowboat: {line}" for line in lines), file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("narrowboat: stopped at once; what was not saved is lost", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(getattr(stopped, "exit_code", 130))
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -124,6 +124,14 @@ def train(
     config: Config = None,
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    resume_anyway: Annotated[
+        str,
+        typer.Option(
+            "--resume-anyway",
+            help="Go on although these are not what the run began with: lora.alpha,data,weights,tokenizer.",
+            show_default=False,
+        ),
+    ] = "",
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     flags: dict[str, Any],
 ) -> None:
@@ -131,7 +139,8 @@ def train(
     chosen = options.load(config, flags)
     from narrowboat import api  # torch and transformers take seconds to import
 
-    api.train(chosen, resume=resume, quiet=quiet)
+    accepted = [name.strip() for name in resume_anyway.split(",") if name.strip()]
+    api.train(chosen, resume=resume, quiet=quiet, resume_anyway=accepted)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 from narrowboat.errors import CheckpointError, ModelError
 from narrowboat.machine.extras import quiet
 from narrowboat.machine.precision import choose_precision
-from narrowboat.model.adapters import adapt, save_adapter
+from narrowboat.model.adapters import adapt
 from narrowboat.model.base import load_base, weight_reader
 from narrowboat.model.export import merge
+from narrowboat.model.saved import save_adapter
 from narrowboat.options.schema import LoraOptions, ModelOptions
 
 IDS = torch.arange(3, 35)[None]

@@ -25,6 +25,8 @@ from narrowboat.train.checkpoint import Position
 from narrowboat.train.governor import Governor
 from narrowboat.train.loop import Course, run
 from narrowboat.train.recovery import Recovery
+from narrowboat.train.saver import Saver
+from narrowboat.train.signals import StopRequest
 
 RUNGS = (
     MemoryPlan(layers="keep", micro_batch_tokens=64),
@@ -104,9 +106,10 @@ class Run:
             recovery = Recovery(engine, self.gauge, governor, self.events.append)
             for mode in self.modes:
                 stack.enter_context(mode)
-            position = position or Position(0, self.num_steps, 0, "", {})
-            done, _ = run(recovery, course, options, position, self.folder, self.events.append)
-        return done
+            position = position or Position(0, self.num_steps, 0, {}, {})
+            saver = Saver(self.folder, options.train.keep_checkpoints, self.gauge, 0.9, self.events.append)
+            stop = stack.enter_context(StopRequest())
+            return run(recovery, course, options, position, saver, stop, self.events.append)
 
     @property
     def steps(self) -> list[StepDone]:

@@ -88,7 +88,7 @@ def keep(folder: Path, batches: Iterable[pa.RecordBatch], account: Account) -> S
     """Write ``batches`` into ``folder``, whole or not at all; ``account`` is complete when they are used up."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
         draft = Path(name) / "draft"
-        draft.mkdir()
+        draft.mkdir(mode=0o700)
         shards = _write(draft, batches)
         manifest = {"shards": {path.name: _digest(path) for path in shards}, "account": account.as_dict()}
         (draft / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")

@@ -25,11 +25,11 @@ from safetensors.torch import load_file, save_file
 from narrowboat.errors import CheckpointError, ModelError, did_you_mean
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.hardware import free_disk_bytes
-from narrowboat.model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.base import empty_base, load_config, model_folder, weight_files
 from narrowboat.model.packed import PackedLinear, pack
 from narrowboat.model.quantize import round_trip
+from narrowboat.model.saved import CONFIG_FILE, WEIGHTS_FILE
 from narrowboat.options.schema import Quantize
 from narrowboat.units import format_bytes
 
