@@ -21,7 +21,7 @@ from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, OptimizerOptions, Options, TrainOptions
 from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
-from narrowboat.train.checkpoint import Position
+from narrowboat.train.checkpoint import Position, restore
 from narrowboat.train.governor import Governor
 from narrowboat.train.loop import Course, run
 from narrowboat.train.recovery import Recovery
@@ -88,7 +88,8 @@ class Run:
             train=TrainOptions(save_every=self.save_every, evaluate_every=self.evaluate_every),
         )
 
-    def go(self, position: Position | None = None) -> Position:
+    def go(self, position: Position | None = None, resume: Path | None = None) -> Position:
+        """From ``position`` on, with the states of the checkpoint ``resume``."""
         options = self.options
         torch.manual_seed(0)
         model = adapt(LlamaForCausalLM(self.config), options.lora, lambda event: None).model
@@ -104,6 +105,8 @@ class Run:
             self.gauge.watch_model(model)
             engine = stack.enter_context(Engine(model, optimizer, governor.plan, 0, 1.0))
             recovery = Recovery(engine, self.gauge, governor, self.events.append)
+            if resume is not None:
+                restore(resume, model, optimizer)
             for mode in self.modes:
                 stack.enter_context(mode)
             position = position or Position(0, self.num_steps, 0, {}, {})

@@ -64,7 +64,7 @@ def _refuse_other_run(folder: Path, resume: bool) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         if [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
             folder.rmdir()
