@@ -7,18 +7,19 @@ loop and recorders) is put together here, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrowboat import planning
+from narrowboat import exporting, planning
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import choose
 from narrowboat.errors import Interrupted, OptionError
 from narrowboat.evaluate.compare import Comparison, compare, refuse_nothing_held_out
 from narrowboat.events import Event, Notice, RunEnded, Tell
+from narrowboat.exporting import Onto, Wish
 from narrowboat.memory.install import install
-from narrowboat.model.export import base_of, copy_adapter, merge
+from narrowboat.model.gguf_files import GgufType
 from narrowboat.model.saved import load_adapter_state
 from narrowboat.monitor.recorders import Record
 from narrowboat.options import load
@@ -81,7 +82,15 @@ def train(options: Options, resume: bool = False, quiet: bool = False, resume_an
 
 
 def export(
-    folder: Path, out: Path, merged: bool = True, base: str = "", say: Callable[[str], None] = print
+    folder: Path,
+    out: Path,
+    merged: bool = True,
+    base: str = "",
+    say: Callable[[str], None] = print,
+    onto: Onto = "dequantised",
+    gguf: GgufType | None = None,
+    host_bytes: int | None = None,
+    verified: bool = True,
 ) -> dict[str, Any]:
     """Write the model of a run with its adapter added in to ``out``, or the adapter alone; what was written.
 
@@ -91,9 +100,13 @@ def export(
         merged: whether to add the adapter to the base.
         base: the model; that of the run or of the adapter's configuration if empty.
         say: hears notices.
+        onto: for a base that was quantised in training: what the adapter learnt on, or what it was before.
+        gguf: write a GGUF file of this type as well.
+        host_bytes: of host memory that may be taken.
+        verified: whether the merged model is loaded back and its logits compared.
 
     Raises:
-        CheckpointError: there is no adapter in ``folder``, or ``out`` cannot be written.
+        CheckpointError: there is no whole adapter in ``folder``, or ``out`` cannot be written.
         ModelError: the base cannot be merged with.
     """
 
@@ -101,13 +114,7 @@ def export(
         if isinstance(event, Notice):
             say(event.text)
 
-    is_run = (folder / OPTIONS_FILE).exists()
-    adapter = folder / ADAPTER if is_run else folder
-    options = load.load_back(folder / OPTIONS_FILE, tell).model if is_run else None
-    if not merged:
-        return {"folder": str(out), "num_bytes": copy_adapter(adapter, out)}
-    name = base or (options.name if options else base_of(adapter))
-    return asdict(merge(name, adapter, out, tell, options.quantize if options else "none"))
+    return exporting.export(folder, out, Wish(merged, base, onto, gguf, host_bytes, verified), tell)
 
 
 def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -185,13 +185,36 @@ def export(
     base: Annotated[
         str, typer.Option("--base", help="The model, if the folder does not say.", show_default=False)
     ] = "",
+    onto: Annotated[
+        Literal["dequantised", "original"],
+        typer.Option("--onto", help="A base that was quantised: as the adapter learnt on it, or as it was before."),
+    ] = "dequantised",
+    gguf: Annotated[
+        Literal["f32", "f16", "bf16", "q8_0"] | None,
+        typer.Option("--gguf", help="Write a GGUF file as well, for llama.cpp and Ollama.", show_default=False),
+    ] = None,
+    host_budget: Annotated[
+        str, typer.Option("--host-budget", help="Of host memory: 8GiB.", show_default=False, metavar="bytes")
+    ] = "",
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Load a merged model back and compare its logits.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write a trained model that needs no adapter, in the base's format; or the adapter alone."""
+    host_bytes = options.load(None, {"memory.host_budget": host_budget} if host_budget else {}).memory.host_budget
     from narrowboat import api
 
-    done = api.export(folder, out, merged=not adapter, base=base, say=lambda text: print(text, file=sys.stderr))
-    print(json.dumps(done) if as_json else f"{out}: {format_bytes(done['num_bytes'])}")
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    done = api.export(folder, out, not adapter, base, say, onto, gguf, host_bytes, verify)
+    if as_json:
+        print(json.dumps(done))
+        return
+    for name, num_bytes in done["files"].items():
+        print(f"{out / name}: {format_bytes(num_bytes)}")
+    print(f"{out}: {format_bytes(sum(done['files'].values()))}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -22,6 +22,7 @@ from narrowboat.machine.precision import name_of
 from narrowboat.model.base import check_weights, model_folder
 from narrowboat.model.fingerprints import tokenizer_digest, weights_digest
 from narrowboat.model.saved import save_adapter
+from narrowboat.model.serving import advice, config_of, refusals
 from narrowboat.monitor.recorders import Record
 from narrowboat.optimizers.build import settle_states
 from narrowboat.optimizers.driving import averaged
@@ -173,6 +174,8 @@ class Job:
         options = with_rank(self.options, data, setting.config, setting.device, self.tell)
         states = settle_states(options.optimizer, setting.device, self.tell)
         self.options = options.model_copy(update={"optimizer": states})
+        if words := advice(refusals(config_of(options.lora))):
+            self.tell(Notice(f"Not every server will take this adapter: {words}"))
         return replace(setting, options=self.options)
 
     def _course(self, data: Prepared) -> Course:

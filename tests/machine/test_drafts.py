@@ -19,7 +19,7 @@ from narrowboat.machine.drafts import clear, stamp_of, whole, write_whole
 
 def fill(folder: Path, word: bytes) -> None:
     with whole(folder) as draft:
-        draft.write("a.txt", word, word)
+        draft.write("a.txt", word + word)
         draft.write("below/b.txt", word)
         draft.write_tensors("c.safetensors", {"c": torch.arange(5)})
         draft.write("manifest.json", manifest.render({"step": 3}, draft.stamps))

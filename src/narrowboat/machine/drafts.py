@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
@@ -40,16 +40,18 @@ class Draft:
     path: Path
     stamps: dict[str, Stamp] = field(default_factory=dict)
 
-    def write(self, name: str, *blocks: bytes) -> None:
+    def write(self, name: str, content: bytes) -> None:
         """Write the file ``name``; those below a folder make it."""
-        with self._open(name) as file:
-            for block in blocks:
-                file.write(block)
+        self.write_blocks(name, [content])
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write ``tensors`` as the safetensors file ``name``; those of a card come to the host one at a time."""
+        self.write_blocks(name, blocks_of(tensors))
+
+    def write_blocks(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
+        """Write the file ``name`` a piece at a time, none of which need be there before its turn."""
         with self._open(name) as file:
-            for block in blocks_of(tensors):
+            for block in blocks:
                 file.write(block)
 
     @contextmanager
