@@ -14,7 +14,7 @@ from typing import Any
 from narrowboat import planning
 from narrowboat.engine.engine import Engine
 from narrowboat.errors import Interrupted, OptionError
-from narrowboat.evaluate.compare import Comparison, compare
+from narrowboat.evaluation.compare import Comparison, compare
 from narrowboat.events import Event, Notice, RunEnded, Tell
 from narrowboat.machine.hardware import pick_device
 from narrowboat.machine.precision import choose_precision
@@ -31,7 +31,7 @@ from narrowboat.planner.answer import Answer
 from narrowboat.preparing import prepared_data, refuse_no_data
 from narrowboat.running import ADAPTER, CHECKPOINTS, OPTIONS_FILE, PLAN_FILE, Job
 from narrowboat.settling import carrier_for, scheme_for, with_rank
-from narrowboat.train.checkpoint import newest_checkpoint
+from narrowboat.training.checkpoint import newest_checkpoint
 
 __all__ = ["evaluate", "export", "install", "meter", "plan_for", "train"]
 

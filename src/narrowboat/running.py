@@ -40,11 +40,11 @@ from narrowboat.planner.search import search_here
 from narrowboat.planner.target import limits_here
 from narrowboat.preparing import prepared_data
 from narrowboat.settling import carrier_for, scheme_for, with_rank
-from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
-from narrowboat.train.governor import Governor
-from narrowboat.train.loop import Course
-from narrowboat.train.loop import run as train
-from narrowboat.train.recovery import Recovery
+from narrowboat.training.checkpoint import Position, newest_checkpoint, restore
+from narrowboat.training.governor import Governor
+from narrowboat.training.loop import Course
+from narrowboat.training.loop import run as train
+from narrowboat.training.recovery import Recovery
 
 OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, REPORT = (
     "options.yaml", "plan.json", "checkpoints", "adapter", "report.html",

@@ -19,8 +19,8 @@ from narrowboat.memory.offload import (
 )
 from narrowboat.memory.rooms import HostMemory, map_scratch
 from narrowboat.memory.stride import Strided
-from narrowboat.train.checkpoint import newest_checkpoint
-from tests.train.runs import RUNGS, Run
+from narrowboat.training.checkpoint import newest_checkpoint
+from tests.training.runs import RUNGS, Run
 
 
 def no_layer(x: torch.Tensor) -> torch.Tensor:

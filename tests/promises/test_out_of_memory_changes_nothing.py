@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from narrowboat.errors import OutOfMemory
 from narrowboat.events import CheckpointSaved, Evaluated
 from narrowboat.plan import MemoryPlan
-from narrowboat.train.checkpoint import newest_checkpoint
-from tests.train.runs import RUNGS, Run
+from narrowboat.training.checkpoint import newest_checkpoint
+from tests.training.runs import RUNGS, Run
 
 ONE = (MemoryPlan(layers="keep"),)  # a row by itself: nothing to step down to
 

@@ -22,7 +22,7 @@ from narrowboat.events import PlanChanged, Tell
 from narrowboat.memory.gauge import Gauge
 from narrowboat.memory.meter import ADAPTERS, BASE_WEIGHTS, GRADIENTS, OPTIMIZER_STATES
 from narrowboat.plan import MemoryPlan
-from narrowboat.train.governor import Governor, Memory
+from narrowboat.training.governor import Governor, Memory
 from narrowboat.units import format_bytes
 
 MAX_SAME = 3
