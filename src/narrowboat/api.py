@@ -15,7 +15,7 @@ from narrowboat import exporting, planning
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import choose
 from narrowboat.errors import Interrupted, OptionError
-from narrowboat.evaluate.compare import Comparison, compare, refuse_nothing_held_out
+from narrowboat.evaluation.compare import Comparison, compare, refuse_nothing_held_out
 from narrowboat.events import Event, Notice, RunEnded, Tell
 from narrowboat.exporting import Onto, Wish
 from narrowboat.memory.install import install
@@ -29,10 +29,10 @@ from narrowboat.planner.answer import Answer
 from narrowboat.preparing import prepared_data, refuse_no_data
 from narrowboat.running import Job
 from narrowboat.settling import with_rank
-from narrowboat.train.checkpoint import newest_checkpoint
-from narrowboat.train.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, opened
-from narrowboat.train.recovery import Recovery
-from narrowboat.train.signals import StopRequest
+from narrowboat.training.checkpoint import newest_checkpoint
+from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, opened
+from narrowboat.training.recovery import Recovery
+from narrowboat.training.signals import StopRequest
 
 __all__ = ["evaluate", "export", "install", "meter", "plan_for", "train"]
 

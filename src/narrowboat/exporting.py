@@ -25,7 +25,7 @@ from narrowboat.model.verify import verify
 from narrowboat.monitor.history import EVENTS_FILE, History, read_history
 from narrowboat.options.load import load_back
 from narrowboat.options.schema import ModelOptions, Options
-from narrowboat.train.folder import ADAPTER, BEST, CHECKPOINTS, OPTIONS_FILE
+from narrowboat.training.folder import ADAPTER, BEST, CHECKPOINTS, OPTIONS_FILE
 from narrowboat.units import format_bytes
 
 Onto = Literal["dequantised", "original"]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2s
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,14 +31,14 @@ from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.preparing import prepared_data
 from narrowboat.settling import with_rank
-from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
-from narrowboat.train.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, PLAN_FILE, REPORT, holds_run
-from narrowboat.train.loop import Course
-from narrowboat.train.loop import run as train
-from narrowboat.train.recovery import Recovery
-from narrowboat.train.sameness import Identity, refuse_other_run
-from narrowboat.train.saver import Saver
-from narrowboat.train.signals import StopRequest
+from narrowboat.training.checkpoint import Position, newest_checkpoint, restore
+from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, PLAN_FILE, REPORT, holds_run
+from narrowboat.training.loop import Course
+from narrowboat.training.loop import run as train
+from narrowboat.training.recovery import Recovery
+from narrowboat.training.sameness import Identity, refuse_other_run
+from narrowboat.training.saver import Saver
+from narrowboat.training.signals import StopRequest
 
 
 @dataclass
@@ -153,7 +152,8 @@ class Job:
     def _identity(self, setting: Setting, data: Prepared, dtype: str) -> Identity:
         folder = model_folder(self.options.model.name, self.tell)
         contents = {
-            "data": _fingerprint(data),
+            "data": data.train.fingerprint,
+            "heldout": data.heldout.fingerprint,
             "weights": weights_digest(folder),
             "tokenizer": tokenizer_digest(setting.tokenizer),
         }
@@ -196,11 +196,6 @@ def _go_on(ready: Assembled, checkpoint: Path) -> None:
     ready.gauge.watch_model(ready.model)
     if ready.engine.carrying is not None and carry:
         ready.engine.carrying.load_state_dict(carry)
-
-
-def _fingerprint(data: Prepared) -> str:
-    """Of the rows' lengths and learnt tokens: enough to notice other data or another way of cutting it."""
-    return blake2s(data.train.lengths.tobytes() + data.train.num_supervised.tobytes(), digest_size=8).hexdigest()
 
 
 def _versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import OptimizerName, OptimizerOptions
-from narrowboat.train import trees
+from narrowboat.training import trees
 
 
 def through(tree: Any) -> Any:

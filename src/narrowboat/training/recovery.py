@@ -22,8 +22,8 @@ from narrowboat.events import Notice, PlanChanged, Tell
 from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, GRADIENTS, OPTIMIZER_STATES
 from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
-from narrowboat.train.governor import Governor, Memory
-from narrowboat.train.signals import GivenUp
+from narrowboat.training.governor import Governor, Memory
+from narrowboat.training.signals import GivenUp
 from narrowboat.units import format_bytes
 
 MAX_SAME = 3

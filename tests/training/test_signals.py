@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.runs import RUNGS, Run
+from tests.training.runs import RUNGS, Run
 
 from narrowboat.errors import Interrupted
 from narrowboat.events import CheckpointSaved, Evaluated
-from narrowboat.train import signals
-from narrowboat.train.checkpoint import newest_checkpoint
-from narrowboat.train.signals import GivenUp, StoppedAtOnce, StopRequest
+from narrowboat.training import signals
+from narrowboat.training.checkpoint import newest_checkpoint
+from narrowboat.training.signals import GivenUp, StoppedAtOnce, StopRequest
 
 
 def send(number: int) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.runs import Run
-from tests.train.test_checkpoint import at, stepped
+from tests.training.runs import Run
+from tests.training.test_checkpoint import at, stepped
 
 from narrowboat.errors import CheckpointError
 from narrowboat.events import CheckpointSaved, Event, Notice
 from narrowboat.owner.gauge import Gauge
-from narrowboat.train import checkpoint
-from narrowboat.train.checkpoint import newest_checkpoint, snapshot
-from narrowboat.train.saver import Saver
+from narrowboat.training import checkpoint
+from narrowboat.training.checkpoint import newest_checkpoint, snapshot
+from narrowboat.training.saver import Saver
 
 
 def saver(folder: Path, told: list[Event], budget_bytes: int = 2**40) -> Saver:
@@ -93,7 +93,7 @@ def test_a_failure_is_told_at_once_or_at_the_next_save_and_ends_the_run_with_an_
     saving.save(lambda: snapshot(at(1), model, optimizer), at(1))
     saving.settle()
     if when == "before":
-        monkeypatch.setattr("narrowboat.train.checkpoint.free_disk_bytes", lambda path: 0)
+        monkeypatch.setattr("narrowboat.training.checkpoint.free_disk_bytes", lambda path: 0)
     else:
 
         def fails(*args: Any) -> None:

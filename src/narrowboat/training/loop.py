@@ -20,11 +20,11 @@ from narrowboat.model.adapters import idle_adapters
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.optimizers.schedule import learning_rate
 from narrowboat.options.schema import Options
-from narrowboat.train.checkpoint import Position, snapshot
-from narrowboat.train.recovery import Recovery
-from narrowboat.train.saver import Saver
-from narrowboat.train.signals import GivenUp, StopRequest
-from narrowboat.train.skipping import after_bad_step
+from narrowboat.training.checkpoint import Position, snapshot
+from narrowboat.training.recovery import Recovery
+from narrowboat.training.saver import Saver
+from narrowboat.training.signals import GivenUp, StopRequest
+from narrowboat.training.skipping import after_bad_step
 
 EVALUATED_ROWS = 64
 """Held-out rows that are read and grouped together."""

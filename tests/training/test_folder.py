@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from narrowboat.errors import OptionError
-from narrowboat.train.folder import opened
+from narrowboat.training.folder import opened
 
 
 def refused(folder: Path, problem: str, resume: bool = False) -> None:
@@ -47,7 +47,7 @@ def test_another_user_s_folder() -> None:
 import os, sys
 from pathlib import Path
 from narrowboat.errors import OptionError
-from narrowboat.train.folder import opened
+from narrowboat.training.folder import opened
 if os.geteuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
 for name in ("", "run"):

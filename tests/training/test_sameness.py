@@ -10,9 +10,9 @@ from narrowboat.errors import OptionError
 from narrowboat.events import Event, Notice
 from narrowboat.options.load import fields
 from narrowboat.options.schema import Options
-from narrowboat.train.sameness import BY_CONTENT, FREE, TOLD, Identity, refuse_other_run
+from narrowboat.training.sameness import BY_CONTENT, FREE, TOLD, Identity, refuse_other_run
 
-CONTENTS = {"data": "d", "weights": "w", "tokenizer": "t"}
+CONTENTS = {"data": "d", "heldout": "h", "weights": "w", "tokenizer": "t"}
 
 
 def identity(contents: dict[str, str] | None = None, **changes: Any) -> Identity:
@@ -68,6 +68,8 @@ def test_rate_schedule_and_length_may_change_and_are_told() -> None:
     told = compared(identity(optimizer__lr=1e-3, train__steps=500, optimizer__schedule="linear"))
     assert len(told) == 3
     assert "Resumed with a change: optimizer.lr was 0.0002, is 0.001." in told
+    (told_of_heldout,) = compared(identity({"heldout": "other"}))
+    assert told_of_heldout.startswith("Resumed with a change: the held-out rows are others")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,8 @@ def test_every_other_option_is_refused() -> None:
         with pytest.raises(OptionError, match=f"{key} was .*, is another"):
             compared(identity(**{key.replace(".", "__"): "another"}))
     assert {key.split(".")[0] for key in refused} == {"attention", "lora", "carry", "model", "optimizer", "train"}
-    assert all(any(key.startswith(entry) for key, _ in fields()) for entry in FREE + TOLD + acting)
+    named = {*FREE, *TOLD, *acting} - {"heldout"}
+    assert all(any(key.startswith(entry) for key, _ in fields()) for entry in named)
 
 
 def test_an_accepted_name_that_is_none_is_refused() -> None:

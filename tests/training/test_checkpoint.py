@@ -13,7 +13,7 @@ from tests.memory.families import adapted
 from narrowboat.errors import CheckpointError
 from narrowboat.events import CheckpointSaved, Event, Notice
 from narrowboat.machine.drafts import HashedFile, clear
-from narrowboat.train.checkpoint import (
+from narrowboat.training.checkpoint import (
     RUN,
     STATES,
     TREE,
@@ -166,7 +166,7 @@ def test_r22_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path, mo
 
 
 def test_room_is_looked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowboat.train.checkpoint.free_disk_bytes", lambda path: 2**20)
+    monkeypatch.setattr("narrowboat.training.checkpoint.free_disk_bytes", lambda path: 2**20)
     with pytest.raises(CheckpointError, match=r"it takes 2\.00 MiB, 1\.00 MiB are free there"):
         check_space(tmp_path, 2**20)
 

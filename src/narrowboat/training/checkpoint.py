@@ -27,7 +27,7 @@ from narrowboat.machine.hardware import free_disk_bytes
 from narrowboat.machine.json_files import read_json
 from narrowboat.model.saved import Contents, contents, load_adapter_state, read_tensors
 from narrowboat.optimizers.driving import load_states
-from narrowboat.train import trees
+from narrowboat.training import trees
 from narrowboat.units import MIB, format_bytes
 
 ADAPTER, STATES, TREE, RUN = "adapter", "states.safetensors", "states.json", "run.json"

@@ -22,11 +22,13 @@ FREE = (
 
 TOLD = (
     "optimizer.lr", "optimizer.schedule", "optimizer.warmup_steps", "train.steps", "train.epochs", "model.device",
+    "heldout",
 )  # fmt: skip
 """Those that may change on the way, as everybody expects."""
 
 BY_CONTENT = {
     "data": ("data.", "segments.", "dialogues.", "packing."),
+    "heldout": (),
     "weights": ("model.name",),
     "tokenizer": (),
 }
@@ -34,6 +36,7 @@ BY_CONTENT = {
 
 WHAT = {
     "data": "the rows hold other tokens or labels, or come in another order",
+    "heldout": "the held-out rows are others, so that losses before and after do not compare",
     "weights": "the base has other weights",
     "tokenizer": "the tokenizer or its chat template is another",
 }

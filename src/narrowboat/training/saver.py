@@ -23,9 +23,9 @@ from narrowboat.model.saved import save_adapter
 from narrowboat.optimizers.driving import averaged
 from narrowboat.owner.causes import OPTIMIZER_STATES, cause
 from narrowboat.owner.gauge import Gauge
-from narrowboat.train import checkpoint
-from narrowboat.train.checkpoint import Position, Snapshot
-from narrowboat.train.folder import BEST, CHECKPOINTS
+from narrowboat.training import checkpoint
+from narrowboat.training.checkpoint import Position, Snapshot
+from narrowboat.training.folder import BEST, CHECKPOINTS
 from narrowboat.units import format_bytes
 
 HOST_SHARE = 0.5
