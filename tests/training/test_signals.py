@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,31 @@ def test_two_signals_within_a_second_are_one_and_a_later_one_stops_at_once(monke
         with pytest.raises(StoppedAtOnce) as stopped:
             send(signal.SIGINT)
     assert stopped.value.exit_code == 143  # that of the first
+
+
+@pytest.mark.parametrize("pair", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
+def test_the_first_is_the_first_that_came_whatever_its_number(pair: tuple[int, int]) -> None:
+    """Both wait while Python cannot look; it would take the lower number first."""
+    with StopRequest() as stop, stop.patiently():
+        signal.pthread_sigmask(signal.SIG_BLOCK, {pair[1]})
+        send(pair[0])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {pair[1]})
+        send(pair[1])
+        assert stop.received == pair[0]
+    script = f"""
+import os, signal, time
+from narrowboat.training.signals import StopRequest
+with StopRequest() as stop, stop.patiently():
+    if not (child := os.fork()):
+        for number in {tuple(map(int, pair))}:
+            os.kill(os.getppid(), number)
+            time.sleep(0.1)
+        os._exit(0)
+    sum(range(10**8))  # one call, within which no handler runs
+    print(int(stop.received))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == f"{int(pair[0])}\n", done.stderr
 
 
 def test_before_there_is_anything_to_save_one_signal_is_enough() -> None:
