@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-MAX_SHOWN = 200
+MAX_SHOWN = 400
 """Characters of a wrong value that a message shows."""
 
 
@@ -39,7 +39,8 @@ class Mistake:
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.key[:MAX_SHOWN]} = {shown(self.value)}: {self.problem}"
+        where, key, problem = cut(self.where), cut(self.key), cut(self.problem)
+        return f"{where}: {key} = {cut(repr(self.value))}: {problem}"
 
 
 class OptionError(NarrowboatError):
@@ -94,9 +95,8 @@ class Interrupted(NarrowboatError):
         super().__init__(f"Stopped by {name}; the run is saved in {saved}. Go on with --resume.")
 
 
-def shown(value: object) -> str:
-    """``value`` as one would write it, cut where it is long."""
-    text = repr(value)
+def cut(text: str) -> str:
+    """``text`` as a message shows it: the beginning where it is long."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.data.examples import Row
-from narrowboat.errors import BudgetError, ModelError, OptionError, did_you_mean
+from narrowboat.errors import BudgetError, ModelError, OptionError, cut, did_you_mean
 from narrowboat.events import Event, Notice, Tell
 from narrowboat.machine.hardware import pick_device
 from narrowboat.machine.precision import choose_precision
@@ -209,7 +209,7 @@ def _config(model: ModelOptions, tell: Tell) -> Any:
     if "/" not in name:
         near = did_you_mean(name.lower(), catalog.model_names())
         raise OptionError(
-            f"model {name!r} is no folder here and not in the catalogue of {len(catalog.model_names())} models"
+            f"model {cut(repr(name))} is no folder here and not in the catalogue of {len(catalog.model_names())} models"
             f"{near or '; narrowboat plan --known lists them.'} owner/model names one of the hub."
         )
     return load_config(name, tell, model.trust_remote_code)

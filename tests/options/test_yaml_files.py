@@ -47,8 +47,6 @@ def test_a_date_is_the_text_that_was_written(text: str, tmp_path: Path) -> None:
 
 PAIRS = zip("abcdefg", "bcdefgh", strict=True)
 NESTED = [f"{after}: &{after} [{','.join(['*' + before] * 9)}]\n" for before, after in PAIRS]
-    f"{after}: &{after} [{','.join(['*' + before] * 9)}]\n" for before, after in zip("abcdefg", "bcdefgh", strict=True)
-]
 BOMB = "".join(["a: &a [x,x,x,x,x,x,x,x,x]\n", *NESTED])
 
 

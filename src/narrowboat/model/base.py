@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
-from narrowboat.errors import ModelError, OutOfMemory, did_you_mean
+from narrowboat.errors import ModelError, OutOfMemory, cut, did_you_mean
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.extras import quiet
 from narrowboat.machine.hardware import describe_device, device_memory
@@ -193,10 +193,10 @@ def load_config(name: str, tell: Tell, trusted: bool = False) -> Any:
         outside.refuse_code(name, error)
         kind = "its configuration cannot be loaded" if Path(source).is_dir() else "no folder here, and no hub gives it"
         raise ModelError(f"{name}: {kind}: {_first_line(error)}") from None
-    stated = getattr(config, "architectures", None) or []
+    stated = [str(kind) for kind in getattr(config, "architectures", None) or []]
     causal = [kind for kind in stated if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
     if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder or (stated and not causal):
-        kind = ", ".join(stated) or config.model_type
+        kind = cut(", ".join(stated) or config.model_type)
         raise ModelError(
             f"{name}: {kind} is not a causal language model; Narrowboat trains models that predict the next token"
         )
@@ -285,11 +285,17 @@ def give_fake_tensors(model: nn.Module) -> None:
 
 
 def as_folder(name: str) -> Path:
-    """``name`` as a folder's, which need not be there."""
+    """``name`` as a folder's, which need not be there.
+
+    Raises:
+        ModelError: no folder can be called so.
+    """
     try:
-        return Path(name).expanduser()
-    except RuntimeError:  # of nobody known here
-        return Path(name)
+        folder = Path(name).expanduser()
+        folder.is_dir()
+    except (OSError, RuntimeError) as error:  # too long, or of nobody known here
+        raise ModelError(f"{cut(name)}: {getattr(error, 'strerror', None) or error}") from None
+    return folder
 
 
 def _source(name: str, tell: Tell) -> str:
@@ -334,4 +340,4 @@ def _refuse_missing(name: str, found: dict[str, Any], tell: Tell) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return cut((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from narrowboat.errors import ModelError, did_you_mean
+from narrowboat.errors import ModelError, cut, did_you_mean
 from narrowboat.machine.inside import inside
 from narrowboat.machine.json_files import read_json
 
@@ -35,17 +35,17 @@ def refuse_bad_folder(folder: Path, trusted: bool) -> None:
     path = folder / "config.json"
     config = read(path, f"no config.json among its {len(list(folder.iterdir()))} files")
     kind, has_code = config.get("model_type"), "AutoConfig" in _names_of(config.get("auto_map"))
-    if kind not in CONFIG_MAPPING_NAMES and not (has_code and trusted):
+    if not (isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES) and not (has_code and trusted):
         if has_code:
             raise ModelError(
-                f"{path}: model_type {kind!r} needs Python code that came with it, which is not run. {TRUST}."
+                f"{path}: model_type {cut(repr(kind))} needs Python code that came with it, which is not run. {TRUST}."
             )
         near = did_you_mean(str(kind), CONFIG_MAPPING_NAMES)
-        raise ModelError(f"{path}: model_type {kind!r} is not known to this transformers{near}")
+        raise ModelError(f"{path}: model_type {cut(repr(kind))} is not known to this transformers{near}")
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, value in part.items():
             if ("layer" in name or "expert" in name) and isinstance(value, int) and value > MAX_PARTS:
-                raise ModelError(f"{path}: {name} is {value:,}; at most {MAX_PARTS:,} are built")
+                raise ModelError(f"{path}: {cut(name)} is {value:,}; at most {MAX_PARTS:,} are built")
 
 
 def refuse_code(name: str, error: Exception) -> None:

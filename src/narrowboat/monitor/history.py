@@ -46,7 +46,8 @@ class Sitting:
     @property
     def seconds(self) -> float:
         """As the run measured it, or up to the last sign of life."""
-        return self.end.seconds if self.end else (self.last_heard - self.started).total_seconds()
+        heard = (self.last_heard - self.started).total_seconds()
+        return self.end.seconds if self.end else max(0.0, heard)  # a clock may be put back
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from narrowboat.errors import Mistake, OptionError, did_you_mean, shown
+from narrowboat.errors import Mistake, OptionError, cut, did_you_mean
 from narrowboat.events import Notice, Tell
 from narrowboat.options import yaml_files
 from narrowboat.options.schema import Options
@@ -100,7 +100,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         return {}, {}
     if not isinstance(tree.values, dict):
         raise OptionError(
-            f"{path}, line 1: expected groups such as `lora:` with options below them, found {shown(tree.values)}"
+            f"{path}, line 1: expected groups such as `lora:` with options below them, found {cut(repr(tree.values))}"
         )
     groups = {name: content for name, content in tree.values.items() if not name.startswith(ASIDE)}
     places = {".".join(at): f"{path}, line {line}" for at, line in tree.lines.items() if len(at) <= 2}
