@@ -328,6 +328,7 @@ class Engine:
             loss_weights=scaled,
             num_items_in_batch=num_items if scaled is None else self._scale_value,
             dropout_seeds=seeds,
+            learnt=batch.learnt,
         ).loss
 
     def _segment_loss(self, stretch: Stretch, handover: Handover, num_items: int, seed: int) -> torch.Tensor:

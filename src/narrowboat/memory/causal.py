@@ -86,6 +86,7 @@ class CausalForward:
         dropout_seeds: Sequence[int] | None = None,
         fused_lm_head: bool = False,
         by_token: bool = False,
+        learnt: torch.Tensor | None = None,
         carry: Handover | Reading | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -94,7 +95,8 @@ class CausalForward:
         Most arguments are transformers' own. ``shift_labels`` are labels that are targets already, and by
         ``num_items_in_batch`` the summed loss is divided. Ours are ``loss_weights``, ``[batch, tokens]``, a factor for
         the loss of each target; ``lengths``, those of each row's documents; ``dropout_seeds``, a number for each row,
-        from which its dropout follows; ``by_token``, for a loss of each target, ``[batch, tokens]``; and ``carry``,
+        from which its dropout follows; ``learnt``, flat positions of targets that are learnt, which spares asking the
+        device for them; ``by_token``, for a loss of each target, ``[batch, tokens]``; and ``carry``,
         where the one row is a segment that sees what earlier segments of its document left, or, without labels, what
         has been read: then the last token's logits are given. ``fused_lm_head`` is TRL's: it wants each token's
         log-probability, entropy and whether it is the likeliest.
@@ -122,7 +124,7 @@ class CausalForward:
         at = partial(self._at_chunk, given, targets.shape[1])
         with self._weights.visit_head():
             hidden = out.last_hidden_state
-            losses = linear_loss(hidden, targets, self._tail, self.chunk_tokens, loss_weights, at, measures)
+            losses = linear_loss(hidden, targets, self._tail, self.chunk_tokens, loss_weights, at, measures, learnt)
         self._whereabouts.leave()
         auxiliary = self._routers.auxiliary_loss(out.get("router_logits"), attention_mask)
         if measures is not None:
