@@ -1,4 +1,4 @@
-"""Promise: with ``train.keep_best`` the adapter with the lowest held-out loss is there in the end, apart from the last."""
+"""Promise: with ``train.keep_best`` the adapter with the lowest held-out loss is kept apart from the last."""
 
 from __future__ import annotations
 
