@@ -197,7 +197,7 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
         position,
         step=step,
         num_tokens=position.num_tokens + outcome.num_tokens,
-        plan=engine.plan.model_dump(),
+        plan=engine.plan,
         num_bad_in_a_row=0,
     )
 
