@@ -20,6 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from narrowboat import planning
 from narrowboat.card import licence_of
 from narrowboat.cli import app
+from narrowboat.data.labels import ChatTemplate
+from narrowboat.data.tokens import Encoder
 from narrowboat.errors import CheckpointError, OptionError
 from narrowboat.machine import manifest
 from narrowboat.machine.drafts import stamp_of
@@ -36,9 +38,22 @@ from narrowboat.options.load import dump, load, load_back
 from narrowboat.options.schema import LoraOptions, ModelOptions, OptimizerOptions, Options
 from narrowboat.training.checkpoint import ADAPTER, RUN, STATES, TREE, newest_checkpoint, restore
 from narrowboat.training.sameness import refuse_other_run
+from tests.data.templates import QWEN3
 
 CORPUS = Path(__file__).parent / "corpus"
 CPU = torch.device("cpu")
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+DIALOGUE = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+    },
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "It is 4."},
+]
 
 
 @dataclass(frozen=True)
@@ -159,8 +174,8 @@ class Folders:
     def all(self) -> list[Target]:
         """Every target."""
         return [
-            Target("options", _options, _read_options, share=0.2),
-            Target("flags", _flags, _read_flags, share=0.14),
+            Target("options", _options, _read_options, share=0.18),
+            Target("flags", _flags, _read_flags, share=0.11),
             Target("command line", _words, _read_words, share=0.05),
             Target("plan flags", _plan, _read_plan, share=0.06),
             Target("checkpoint", self._checkpoint, self._read_checkpoint, share=0.1),
@@ -171,6 +186,7 @@ class Folders:
             Target("events", self._events, write_report, ("events.jsonl",), 0.06),
             Target("configuration", self._base, self._read_base, ("config.json",), 0.1),
             Target("tokenizer", self._base, self._read_tokenizer, ("tokenizer_config.json", "tokenizer.json"), 0.03),
+            Target("template", self._base_with_template, self._read_template, ("chat_template.jinja",), 0.05),
             Target("index", self._index, self._read_index, ("model.safetensors.index.json",), 0.05),
             Target("weights", self._base, self._read_weights, ("model.safetensors", "generation_config.json"), 0.02),
         ]
@@ -227,6 +243,15 @@ class Folders:
 
     def _read_tokenizer(self, folder: Path) -> None:
         load_tokenizer(str(folder), _tell)
+
+    def _base_with_template(self, folder: Path) -> None:
+        self._base(folder)
+        (folder / "chat_template.jinja").write_text(QWEN3)
+
+    def _read_template(self, folder: Path) -> None:
+        """As a template reaches training: with its tokenizer, for the labels of a dialogue with a call."""
+        tokenizer = load_tokenizer(str(folder), _tell)
+        ChatTemplate(tokenizer, Encoder(tokenizer)).render(DIALOGUE, TOOLS)
 
     def _index(self, folder: Path) -> None:
         self._base(folder)
