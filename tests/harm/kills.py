@@ -77,11 +77,11 @@ class Result:
 
 
 def kills(place: Place, num_kills: int, seed: int, say: Callable[[str], None]) -> Result:
-    """Run after run, each under the next of ``SETTINGS``, until ``num_kills`` have been made."""
+    """Run after run, each under the next of ``SETTINGS`` (first the ``seed``-th), until ``num_kills`` are made."""
     rng, result = random.Random(seed), Result()
     wholes: dict[int, tuple[Path, dict[str, int]]] = {}
     while result.total < num_kills:
-        number = result.runs % len(SETTINGS)
+        number = (seed + result.runs) % len(SETTINGS)
         plan, changes = SETTINGS[number]
         if number not in wholes:
             wholes[number] = _whole(place, number)
