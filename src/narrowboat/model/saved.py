@@ -26,6 +26,7 @@ from narrowboat.machine.drafts import Draft, whole
 from narrowboat.machine.hardware import free_disk_bytes
 from narrowboat.machine.json_files import read_json
 from narrowboat.machine.manifest import MANIFEST
+from narrowboat.machine.tensor_files import blocks_of
 from narrowboat.model.starts import for_untouched_base, from_saved, widened
 from narrowboat.units import format_bytes
 
@@ -52,7 +53,7 @@ class Contents:
             OSError: the disk is full or cannot be written.
         """
         at = f"{folder}/" if folder else ""
-        draft.write_tensors(at + WEIGHTS_FILE, self.tensors)
+        draft.write_blocks(at + WEIGHTS_FILE, blocks_of(self.tensors))
         draft.write(at + CONFIG_FILE, json.dumps(self.config, indent=2, sort_keys=True).encode() + b"\n")
         own = {name: draft.stamps[at + name] for name in (WEIGHTS_FILE, CONFIG_FILE)}
         draft.write(at + MANIFEST, manifest.render(note, own))

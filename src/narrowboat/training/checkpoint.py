@@ -26,6 +26,7 @@ from narrowboat.machine import manifest
 from narrowboat.machine.drafts import whole
 from narrowboat.machine.hardware import free_disk_bytes
 from narrowboat.machine.json_files import read_json
+from narrowboat.machine.tensor_files import blocks_of
 from narrowboat.model.saved import Contents, contents, load_adapter_state, read_tensors
 from narrowboat.optimizers.driving import load_states
 from narrowboat.plan import MemoryPlan
@@ -147,7 +148,7 @@ def write(folder: Path, taken: Snapshot, num_kept: int) -> CheckpointSaved:
     try:
         with whole(final) as draft:
             taken.adapter.write(draft, ADAPTER)
-            draft.write_tensors(STATES, taken.tensors)
+            draft.write_blocks(STATES, blocks_of(taken.tensors))
             draft.write(TREE, json.dumps(taken.tree).encode())
             num_bytes = sum(stamp.size for stamp in draft.stamps.values())
             draft.write(RUN, manifest.render(_POSITION.dump_python(taken.position, mode="json"), draft.stamps))
