@@ -93,7 +93,7 @@ def kills(place: Place, num_kills: int, seed: int, say: Callable[[str], None]) -
             wrong += [kind for kind, values in losses(whole).items() if values != losses(run)[kind]]
             result.wrong += [f"{run.name} ({plan}, {changes}): {', '.join(wrong)}"] if wrong else []
         shutil.rmtree(run, ignore_errors=True)
-        say(f"{result.total} kills, {result.runs} runs; the last: {plan}, {changes}")
+        say(f"{result.total} kills, {result.runs} runs, {len(result.wrong)} wrong; the last: {plan}, {changes}")
     return result
 
 
