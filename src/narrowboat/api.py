@@ -14,7 +14,7 @@ from typing import Any
 from narrowboat import exporting, planning
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import choose
-from narrowboat.errors import Interrupted, OptionError
+from narrowboat.errors import Interrupted, OptionError, said_in_words
 from narrowboat.evaluation.compare import Comparison, compare, refuse_nothing_held_out
 from narrowboat.events import Event, Notice, RunEnded, Tell
 from narrowboat.exporting import Onto, Wish
@@ -73,7 +73,8 @@ def train(options: Options, resume: bool = False, quiet: bool = False, resume_an
         record = Record(folder, quiet=quiet)
         job = Job(options, folder, record, quiet, stop)
         try:
-            return job.run(resume, resume_anyway)
+            with said_in_words():
+                return job.run(resume, resume_anyway)
         except BaseException as error:
             job.end("interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed", error)
             raise
@@ -81,6 +82,7 @@ def train(options: Options, resume: bool = False, quiet: bool = False, resume_an
             record.close()
 
 
+@said_in_words()
 def export(
     folder: Path,
     out: Path,
@@ -117,6 +119,7 @@ def export(
     return exporting.export(folder, out, Wish(merged, base, onto, gguf, host_bytes, verified), tell)
 
 
+@said_in_words()
 def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
     """Measure the adapter of the run in ``folder`` against its base model, under the run's own options.
 

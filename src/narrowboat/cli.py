@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from narrowboat.errors import NarrowboatError, OptionError
+from narrowboat.errors import NarrowboatError, OptionError, said_in_words
 from narrowboat.options import load as options
 from narrowboat.options.reference import default_text, type_name
 from narrowboat.units import format_bytes
@@ -34,7 +34,8 @@ def main() -> None:
     for talkative in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # of kernels that this machine cannot use
         logging.getLogger(talkative).setLevel(logging.ERROR)
     try:
-        app()
+        with said_in_words():
+            app()
     except NarrowboatError as error:
         lines = str(error).splitlines()
         if isinstance(error, OptionError) and len(lines) > 1:

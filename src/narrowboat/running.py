@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class Job:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._asked_for = self.options
-        self._position = Position(0, 0, 0, {}, {})
+        self._position = Position(0, 0)
         self._gauge: Gauge | None = None
         self.tell: Tell = self.record.record
 
@@ -80,7 +80,7 @@ class Job:
         course = self._course(data)
         governor = choose(setting, data)
         if found and found[1].plan:
-            governor.begin_with(MemoryPlan(**found[1].plan))
+            governor.begin_with(found[1].plan)
         position = self._begin_at(found, accepted, setting, data, course)
         self._gauge = new_gauge(setting, governor.budget_bytes)
         with assembled(setting, Wanted(governor.plan, governor.budget_bytes, data=data), self._gauge) as ready:
@@ -142,12 +142,12 @@ class Job:
         dtype = name_of(setting.precision.base.dtype)
         identity = self._identity(setting, data, dtype)
         if found is None:
-            return Position(0, course.num_steps, 0, asdict(identity), {}, dtype)
+            return Position(0, course.num_steps, identity=identity, dtype=dtype)
         path, position = found
-        refuse_other_run(Identity(**position.identity), identity, accepted, str(path), self.tell)
+        refuse_other_run(position.identity, identity, accepted, str(path), self.tell)
         if position.step >= course.num_steps:
             self.tell(Notice(f"Step {position.step:,} of {course.num_steps:,} is done: there is nothing left to do."))
-        return replace(position, num_steps=course.num_steps, identity=asdict(identity), dtype=dtype)
+        return replace(position, num_steps=course.num_steps, identity=identity, dtype=dtype)
 
     def _identity(self, setting: Setting, data: Prepared, dtype: str) -> Identity:
         folder = model_folder(self.options.model.name, self.tell)

@@ -7,7 +7,6 @@ below a megabyte.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import accumulate
@@ -17,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from narrowboat.events import Event, ModelReady, RunEnded
+from narrowboat.machine.drafts import write_whole
 from narrowboat.monitor.charts import Chart, Line, draw, thin
 from narrowboat.monitor.history import EVENTS_FILE, History, read_history
 from narrowboat.monitor.pace import SmoothedLoss
@@ -50,12 +50,7 @@ def write_report(folder: Path) -> Path:
     """
     page = render(read_history(folder / EVENTS_FILE), folder.resolve().name)
     path = folder / REPORT_FILE
-    unfinished = path.with_suffix(".html.tmp")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, page.encode())
     return path
 
 

@@ -47,8 +47,9 @@ def load(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Op
             mistakes.append(unknown_key(f"--{key}", key, value))
             continue
         group, name = key.split(".")
-        values.setdefault(group, {})[name] = value
-        places[key] = f"--{key}"
+        if isinstance(content := values.setdefault(group, {}), dict):  # else the group itself is a mistake
+            content[name] = value
+            places[key] = f"--{key}"
     try:
         options = Options.model_validate(values)
     except ValidationError as error:
