@@ -1,16 +1,34 @@
 """Records as documents and dialogues: OpenAI messages, ShareGPT, Alpaca, prompt and completion, or text.
 
-The format is recognised from a record's keys. A record that fits none is refused with the reason.
+The format is recognised from the fields that hold something. A record that fits none is refused with the reason; fields
+that its format does not read are counted (``keys.py``).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from narrowboat.data.messages import kind_of, messages_of, tools_of, whole
-from narrowboat.data.reading import Record
+from narrowboat.data.calls import tools_of
+from narrowboat.data.jsons import parsed
+from narrowboat.data.keys import (
+    FLAGS,
+    FORMATS,
+    IN_MESSAGES,
+    MESSAGE,
+    OTHER_NAMES,
+    REFUSED,
+    WANTED,
+    Told,
+    is_aside,
+    is_empty,
+    is_learnt,
+    refuse,
+)
+from narrowboat.data.messages import kind_of, messages_of, renamed, whole
+from narrowboat.data.raw import Record
 from narrowboat.errors import DataError, did_you_mean
 
 
@@ -27,6 +45,7 @@ class Text:
     block: int = 0
     is_last: bool = True
     lead: str = ""
+    breaks_off: bool = False  # where its file is damaged
 
     @property
     def num_chars(self) -> int:
@@ -65,69 +84,119 @@ class Dialogue:
 
 Document = Text | Pair | Dialogue
 
-FORMATS = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-}
+
+class Unlearnt(DataError):
+    """A record that says of itself that it is not to be learnt."""
 
 
-def recognise(value: Mapping[str, Any]) -> str:
-    """The format whose fields ``value`` has.
+class Records:
+    """Makes documents of raw records.
+
+    Args:
+        form: a format of ``keys.FORMATS``, or auto for the one recognised.
+        names: fields under other names, as ``{theirs: the usual one}``.
+        told: counts the fields that are not read.
+    """
+
+    def __init__(self, form: str = "auto", names: Mapping[str, str] | None = None, told: Told | None = None) -> None:
+        self._form, self.told = form, Told() if told is None else told
+        given = dict(names or {})
+        self._names = {yours: usual for yours, usual in given.items() if usual not in IN_MESSAGES}
+        self._inner = {yours: usual for yours, usual in given.items() if usual in MESSAGE or is_aside(usual)}
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Fields that are read of a record, by the names that they have there."""
+        return WANTED | {yours for yours, usual in self._names.items() if usual in WANTED}
+
+    def document(self, record: Record) -> tuple[Document, str]:
+        """The document that a raw record holds, and its format.
+
+        Raises:
+            Unlearnt: the record says so.
+            DataError: with the reason why it cannot be used.
+        """
+        if record.kind != "record":  # a file's text, even where records have another format
+            return _text(record), record.kind
+        value = renamed(record.value, self._names, self.told) if self._names else record.value
+        refuse(value, "it")
+        name, value = _recognised(value) if self._form == "auto" else (self._form, value)
+        missing = [key for key in FORMATS[name].needs if key not in value]
+        if missing:
+            raise DataError(f"as {name} it lacks {' and '.join(missing)}; its fields are {', '.join(map(str, value))}")
+        flags = self._look_at(value, name)
+        if is_learnt(flags, "it") is False:
+            raise Unlearnt
+        return self._made(name, record, value), name
+
+    def _look_at(self, value: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Count the fields that format ``name`` does not read; the flags among them."""
+        form, flags = FORMATS[name], {}
+        for key, item in value.items():
+            if key in form.needs or key in form.may_have or key in REFUSED or is_empty(item):
+                continue
+            is_measure = isinstance(item, (int, float)) and item not in (0, 1)
+            if key in FLAGS and not is_measure:
+                flags[key] = item
+            else:
+                self.told.add(str(key))
+        if name == "prompt_completion" and value.get("label") is False:  # as KTO has it
+            flags["learn"] = False
+        return flags
+
+    def _made(self, name: str, record: Record, value: Mapping[str, Any]) -> Document:
+        if name == "text":
+            return Text(record.place, _string(value, "text"))
+        if name == "messages":
+            return self._dialogue(record, value["messages"], value)
+        if name == "sharegpt":
+            return self._dialogue(record, value["conversations"], value)
+        if name == "alpaca":
+            return self._dialogue(record, [*_history(value), *_exchange(value)], value)
+        if isinstance(value["prompt"], list) or isinstance(value["completion"], list):
+            return self._dialogue(record, _parts(value), value)
+        if beside := [key for key in ("system", "tools", "functions") if not is_empty(value.get(key))]:
+            raise DataError(
+                f"{beside[0]} stands beside prompt and completion that are text, which are joined as they are; write "
+                "them as lists of messages"
+            )
+        return Pair(record.place, _string(value, "prompt", may_be_empty=True), _string(value, "completion"))
+
+    def _dialogue(self, record: Record, turns: Any, value: Mapping[str, Any]) -> Dialogue:
+        messages, num_joined = messages_of(turns, self.told, record.fills_nulls, self._inner)
+        return Dialogue(record.place, _with_system(messages, value), tools_of(value, record.fills_nulls), num_joined)
+
+
+def _recognised(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The format whose fields hold something, or at least are there; and the record under the usual names.
 
     Raises:
         DataError: with the fields found and the known formats.
     """
-    for name, fields in FORMATS.items():
-        if all(key in value for key in fields):
-            return name
-    known = sorted({key for fields in FORMATS.values() for key in fields})
-    hints = "".join(did_you_mean(key, known) for key in value)
+    usual = {other: name for other, name in OTHER_NAMES.items() if is_empty(value.get(name))}
+    others = {usual.get(key, key): item for key, item in value.items()}
+    full = {key for key, item in value.items() if not is_empty(item)}
+    for fields, of in ((full, value), ({usual.get(key, key) for key in full}, others), ({*value}, value)):
+        for name, form in FORMATS.items():
+            is_request = name == "alpaca" and "output" in fields and "input" in fields
+            if is_request or fields.issuperset(form.needs):
+                return name, {"instruction": "", **of} if is_request else of
+    known = sorted({key for form in FORMATS.values() for key in form.needs})
+    hints = "".join(did_you_mean(str(key), known) for key in value)
     found = ", ".join(map(str, value)) or "none"
-    raise DataError(f"its fields ({found}) are none of {'; '.join('+'.join(f) for f in FORMATS.values())}{hints}")
+    forms = "; ".join("+".join(form.needs) for form in FORMATS.values())
+    raise DataError(f"its fields ({found}) are none of {forms}{hints}")
 
 
-def to_document(record: Record, name: str = "auto", names: Mapping[str, str] | None = None) -> tuple[Document, str]:
-    """Make a document of a raw record, in format ``name`` or in the one recognised; also returns the format.
-
-    ``names`` are ``{field: the usual name}``.
-
-    Raises:
-        DataError: with the reason why it cannot be used.
-    """
-    place, value = record.place, record.value
-    if record.kind != "record":  # a file's text, even where records have another format
-        text = _string(value, "text", may_be_empty=record.block > 0)
-        return Text(place, text, record.kind, record.block, record.is_last, record.lead), record.kind
-    if names:
-        value = {names.get(key, key): item for key, item in value.items()}
-    if name == "auto":
-        name = recognise(value)
-    missing = [key for key in FORMATS[name] if key not in value]
-    if missing:
-        raise DataError(f"as {name} it lacks {' and '.join(missing)}; its fields are {', '.join(map(str, value))}")
-    return _as(name, place, value), name
+def _text(record: Record) -> Text:
+    text = _string(record.value, "text", may_be_empty=record.block > 0)
+    return Text(record.place, text, record.kind, record.block, record.is_last, record.lead, record.breaks_off)
 
 
-def _as(name: str, place: str, value: Mapping[str, Any]) -> Document:
-    if name == "text":
-        return Text(place, _string(value, "text"))
-    if name == "messages":
-        return _dialogue(place, value["messages"], value.get("tools"))
-    if name == "sharegpt":
-        turns = value["conversations"]
-        return _dialogue(place, [*_system(value), *turns] if isinstance(turns, list) else turns, value.get("tools"))
-    if name == "alpaca":
-        return _from_alpaca(place, value)
-    if isinstance(value["prompt"], list) or isinstance(value["completion"], list):
-        return _from_parts(place, value)
-    return Pair(place, _string(value, "prompt", may_be_empty=True), _string(value, "completion"))
-
-
-def _string(value: Mapping[str, Any], key: str, may_be_empty: bool = False) -> str:
+def _string(value: Mapping[str, Any], key: str, may_be_empty: bool = False, may_be_number: bool = False) -> str:
     text = value.get(key)
+    if may_be_number and isinstance(text, (int, float)) and not isinstance(text, bool):
+        text = json.dumps(text)
     if not isinstance(text, str):
         raise DataError(f"{key} is {kind_of(text)}, not text")
     if not may_be_empty and not text.strip():
@@ -135,31 +204,54 @@ def _string(value: Mapping[str, Any], key: str, may_be_empty: bool = False) -> s
     return whole(key, text)
 
 
-def _system(value: Mapping[str, Any]) -> list[Any]:
-    system = value.get("system")
-    return [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+def _with_system(messages: list[dict[str, Any]], value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages behind the system text that stands beside them."""
+    if is_empty(value.get("system")):
+        return messages
+    system = _string(value, "system", may_be_empty=True)
+    first = messages[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": system}, *messages] if system.strip() else messages
+    if first["content"].strip() != system.strip():
+        raise DataError("it has two system prompts that differ: its field system, and its first message")
+    return messages
 
 
-def _dialogue(place: str, turns: Any, tools: Any) -> Dialogue:
-    messages, num_joined = messages_of(turns)
-    return Dialogue(place, messages, tools_of(tools), num_joined)
+def _exchange(value: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Alpaca's question, with its input behind a blank line, and answer."""
+    request = _string(value, "instruction", may_be_empty=True) if value.get("instruction") is not None else ""
+    if not is_empty(value.get("input")):
+        extra = _string(value, "input", may_be_empty=True, may_be_number=True)
+        request = (
+            f"{request}\n\n{extra}" if request.strip() and extra.strip() else request if request.strip() else extra
+        )
+    if not request.strip():
+        raise DataError("instruction and input are empty")
+    answer = _string(value, "output", may_be_number=True)
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
 
 
-def _from_alpaca(place: str, value: Mapping[str, Any]) -> Dialogue:
-    request = _string(value, "instruction")
-    extra = value.get("input")
-    if isinstance(extra, str) and extra.strip():
-        request += f"\n\n{extra}"
-    answer = {"role": "assistant", "content": _string(value, "output")}
-    return _dialogue(place, [*_system(value), {"role": "user", "content": request}, answer], None)
+def _history(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Alpaca's earlier exchanges: a list of questions with their answers."""
+    pairs = value.get("history") or []
+    pairs = parsed(pairs, "history") if isinstance(pairs, str) and pairs.strip() else pairs or []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError("history is no list of pairs, each a question and its answer")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
-def _from_parts(place: str, value: Mapping[str, Any]) -> Dialogue:
+def _parts(value: Mapping[str, Any]) -> list[Any]:
     """Prompt and completion as lists of messages, of which only the completion's are learnt."""
     messages: list[Any] = []
     for key, role in (("prompt", "user"), ("completion", "assistant")):
         part = value[key] if isinstance(value[key], list) else [{"role": role, "content": value[key]}]
         for message in part:
             silent = key == "prompt" and isinstance(message, Mapping)
-            messages.append({**message, "train": False} if silent else message)
-    return _dialogue(place, messages, value.get("tools"))
+            messages.append(
+                {**message, **dict.fromkeys(FLAGS.keys() & message.keys()), "train": False} if silent else message
+            )
+    return messages

@@ -17,6 +17,7 @@ from ruamel.yaml import YAML, YAMLError
 from ruamel.yaml.comments import CommentedMap
 
 from narrowboat.errors import Mistake, OptionError, did_you_mean
+from narrowboat.options.judge import contradictions
 from narrowboat.options.schema import Options
 
 
@@ -48,6 +49,11 @@ def load(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Op
         options = Options.model_validate(values)
     except ValidationError as error:
         mistakes += [_mistake(detail, places) for detail in error.errors() if detail["type"] != "extra_forbidden"]
+    else:
+        for key, problem in contradictions(options):
+            group, name = key.split(".")
+            value = getattr(getattr(options, group), name)
+            mistakes.append(Mistake(places.get(key) or places.get(group) or "options", key, value, problem))
     if mistakes:
         raise OptionError(mistakes)
     return options

@@ -1,0 +1,108 @@
+"""Tables: rows out of Parquet and Arrow files; only columns that somebody reads are converted.
+
+A row group, record batch or row that is damaged costs itself, and is named. Arrow files are checked before their values
+are looked at, since they hold places in memory. Price: one pass over the bytes of a batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Set
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from narrowboat.data.containers import UNREADABLE, said
+from narrowboat.data.raw import Broken, Record, Unread
+
+ROWS = 64
+Item = Record | Broken | Unread
+
+
+def parquet_rows(file: str | IO[bytes], name: str, wanted: Set[str]) -> Iterator[Item]:
+    """A record for each row of a Parquet file, with the columns of ``wanted``; without them, all columns."""
+    try:
+        table = pq.ParquetFile(file, page_checksum_verification=True)
+    except UNREADABLE as error:
+        yield Broken(name, f"not a Parquet file that can be read: {said(error)}")
+        return
+    with table:
+        columns = [column for column in table.schema_arrow.names if not wanted or column in wanted]
+        unread = Unread(name, Counter())
+        first = 0
+        for group in range(table.num_row_groups):
+            described = table.metadata.row_group(group)
+            num_read = 0
+            try:
+                for batch in table.iter_batches(ROWS, row_groups=[group], columns=columns):
+                    yield from _rows(batch, name, first + num_read)
+                    num_read += len(batch)
+            except UNREADABLE as error:
+                lost = described.num_rows - num_read
+                rows = f"rows {first + num_read + 1:,} to {first + described.num_rows:,}"
+                yield Broken(f"{name}, row group {group + 1}, {rows}", f"damaged: {said(error)}", max(lost, 1))
+            for column in table.schema_arrow.names:
+                if column not in columns:
+                    unread.columns[column] += described.num_rows
+            first += described.num_rows
+        yield unread
+
+
+def arrow_rows(file: pa.NativeFile, name: str, wanted: Set[str]) -> Iterator[Item]:
+    """A record for each row of an Arrow file, in the stream format, which ``datasets`` writes, or the file format."""
+    unread = Unread(name, Counter())
+    first = 0
+    for number, batch in enumerate(_batches(file), 1):
+        if isinstance(batch, str):
+            yield Broken(f"{name}, record batch {number}", f"damaged: {batch}")
+            continue
+        columns = [column for column in batch.schema.names if not wanted or column in wanted]
+        for column in batch.schema.names:
+            if column not in columns:
+                unread.columns[column] += len(batch) - batch.column(column).null_count
+        chosen = batch.select(columns)
+        try:
+            chosen.validate(full=True)
+        except UNREADABLE as error:
+            yield Broken(f"{name}, record batch {number}", f"damaged: {said(error)}", max(len(batch), 1))
+        else:
+            for start in range(0, len(chosen), ROWS):
+                yield from _rows(chosen.slice(start, ROWS), name, first + start)
+        first += len(batch)
+    yield unread
+
+
+def _batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch | str]:
+    """Each record batch, or why it cannot be read."""
+    try:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        reader = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+        if not is_file:
+            yield from reader
+            return
+        num = reader.num_record_batches
+    except UNREADABLE as error:
+        yield said(error)
+        return
+    for i in range(num):
+        try:
+            yield reader.get_batch(i)
+        except UNREADABLE as error:
+            yield said(error)
+
+
+def _rows(batch: pa.RecordBatch, name: str, first: int) -> Iterator[Record | Broken]:
+    """The rows of a small batch; where they cannot be converted together, one by one."""
+    try:
+        values: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
+    except UNREADABLE as error:
+        if len(batch) == 1:
+            yield Broken(f"{name}, row {first + 1}", f"cannot be converted: {said(error)}")
+            return
+        for i in range(len(batch)):
+            yield from _rows(batch.slice(i, 1), name, first + i)
+        return
+    for number, value in enumerate(values, first + 1):
+        yield Record(f"{name}, row {number}", value, "record", fills_nulls=True)
