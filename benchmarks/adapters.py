@@ -26,12 +26,12 @@ from torch.nn.functional import linear
 from benchmarks.states import CPU, PLAN, RATE, real_rows
 from narrowboat.engine.engine import Engine
 from narrowboat.machine.precision import choose_precision
-from narrowboat.memory.meter import Meter
 from narrowboat.model.adapters import adapt
 from narrowboat.model.base import hush_transformers, load_base
 from narrowboat.model.embedded import NAME
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, ModelOptions, OptimizerOptions
+from narrowboat.owner.meter import Meter
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},

@@ -27,11 +27,11 @@ import transformers
 
 from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
-from narrowboat.memory.meter import Meter
 from narrowboat.model.adapters import adapt
 from narrowboat.model.base import hush_transformers
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, OptimizerOptions, Options
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.forecast import Forecaster, Workload
 

@@ -25,9 +25,9 @@ import torch
 from benchmarks.systems import smollm2
 from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
-from narrowboat.memory.gauge import Gauge
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import OptimizerOptions
+from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.training.governor import Governor
 from narrowboat.training.recovery import Recovery

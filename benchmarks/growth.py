@@ -35,9 +35,9 @@ from narrowboat.data.examples import IGNORED, Row
 from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
 from narrowboat.memory.carry.carrier import Carrier
-from narrowboat.memory.meter import Meter
 from narrowboat.memory.schemes import Scheme
 from narrowboat.options.schema import CarryOptions
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 
 KEYS = ("name", "tokens", "window")

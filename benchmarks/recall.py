@@ -36,10 +36,10 @@ from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
 from narrowboat.evaluation.answers import answer
 from narrowboat.memory.carry.carrier import Carrier
-from narrowboat.memory.meter import Meter
 from narrowboat.model.adapters import adapt
 from narrowboat.model.embedded import fetch
 from narrowboat.options.schema import CarryOptions, LoraOptions
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 
 MODULES, LICENCES = ("argparse", "tarfile"), ("numpy", "pyarrow")

@@ -31,7 +31,6 @@ from narrowboat.data.examples import IGNORED, Row
 from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
 from narrowboat.machine.precision import choose_precision
-from narrowboat.memory.meter import OPTIMIZER_STATES, Meter
 from narrowboat.model.adapters import adapt
 from narrowboat.model.base import hush_transformers, load_base, load_tokenizer, weight_reader
 from narrowboat.model.embedded import NAME
@@ -39,6 +38,8 @@ from narrowboat.optimizers.account import account
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.schedule import learning_rate
 from narrowboat.options.schema import LoraOptions, ModelOptions, OptimizerOptions
+from narrowboat.owner.causes import OPTIMIZER_STATES
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from narrowboat.units import format_bytes
 

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.systems import SYSTEMS, adapted, smollm2
 from narrowboat.machine.hardware import ProcessMemory, process_memory
-from narrowboat.memory.meter import Meter
+from narrowboat.owner.meter import Meter
 
 WARM_UP_TOKENS = 256
 SAMPLE_SECONDS = 0.005

@@ -30,7 +30,7 @@ from benchmarks.systems import adapted, loop, smollm2
 from benchmarks.trial import WARM_UP_TOKENS, Watch
 from narrowboat.machine.hardware import process_memory
 from narrowboat.memory.install import install
-from narrowboat.memory.meter import Meter
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from narrowboat.units import MIB
 

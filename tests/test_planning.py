@@ -59,7 +59,8 @@ def test_json_is_what_other_programs_read(small_model: Path, capsys: pytest.Capt
     assert list(found) == ["fits", "tokens", "plan", "forecast", "seconds_per_step", "alternatives"]
     assert (found["fits"], found["tokens"], found["seconds_per_step"]) == (True, 1024, None)
     forecast = found["forecast"]
-    assert list(forecast) == ["device_bytes", "host_bytes", "disk_bytes", "by_cause"]
+    assert list(forecast) == ["device_bytes", "host_bytes", "disk_bytes", "file_bytes", "by_cause", "phases"]
+    assert max(forecast["phases"].values()) == forecast["device_bytes"]
     assert sum(forecast["by_cause"].values()) == forecast["device_bytes"] <= 600 * MIB
     assert forecast["by_cause"]["margin"] >= 480 * MIB
     assert found["plan"]["layers"] == "keep"

@@ -7,31 +7,29 @@ loop and recorders) is put together here, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from narrowboat import planning
-from narrowboat.engine.engine import Engine
+from narrowboat.assembly import Setting, Wanted, assembled
+from narrowboat.choosing import choose
 from narrowboat.errors import Interrupted, OptionError
-from narrowboat.evaluation.compare import Comparison, compare
+from narrowboat.evaluation.compare import Comparison, compare, refuse_nothing_held_out
 from narrowboat.events import Event, Notice, RunEnded, Tell
-from narrowboat.machine.hardware import pick_device
-from narrowboat.machine.precision import choose_precision
 from narrowboat.memory.install import install
-from narrowboat.memory.meter import Meter as meter
-from narrowboat.model.adapters import adapt, load_adapter_state
-from narrowboat.model.base import hush_transformers, load_base, load_config, load_tokenizer
+from narrowboat.model.adapters import load_adapter_state
 from narrowboat.model.export import base_of, copy_adapter, merge
 from narrowboat.monitor.recorders import open_recorders
 from narrowboat.options import load
 from narrowboat.options.schema import Options
-from narrowboat.plan import MemoryPlan
+from narrowboat.owner.meter import Meter as meter
 from narrowboat.planner.answer import Answer
 from narrowboat.preparing import prepared_data, refuse_no_data
-from narrowboat.running import ADAPTER, CHECKPOINTS, OPTIONS_FILE, PLAN_FILE, Job
-from narrowboat.settling import carrier_for, scheme_for, with_rank
+from narrowboat.running import ADAPTER, CHECKPOINTS, OPTIONS_FILE, Job
+from narrowboat.settling import with_rank
 from narrowboat.training.checkpoint import newest_checkpoint
+from narrowboat.training.recovery import Recovery
 
 __all__ = ["evaluate", "export", "install", "meter", "plan_for", "train"]
 
@@ -118,22 +116,17 @@ def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
     if not (folder / OPTIONS_FILE).is_file() or not (folder / ADAPTER).is_dir():
         raise OptionError(f"{folder} holds no finished run: {OPTIONS_FILE} and {ADAPTER}/ are looked for.")
     options = load.load(folder / OPTIONS_FILE)
-    hush_transformers()
-    device = pick_device(options.model.device)
     found = newest_checkpoint(folder / CHECKPOINTS, tell)
-    precision = choose_precision(found[1].dtype if found else options.model.dtype, device)  # type: ignore[arg-type]
-    config, tokenizer = load_config(options.model.name, tell), load_tokenizer(options.model.name, tell)
-    data = prepared_data(options, config, tokenizer, tell)
-    options = with_rank(options, data, config, device, tell)
-    model, _ = load_base(options.model, precision, device, tell)
-    adapted = adapt(model, options.lora, tell).model
-    load_adapter_state(adapted, folder / ADAPTER)
-    plan = MemoryPlan.model_validate_json((folder / PLAN_FILE).read_text(encoding="utf-8"))
-    carrier = carrier_for(adapted, options, data, device, tell)
-    with Engine(
-        adapted, None, plan, tokenizer.pad_token_id or 0, tell=tell, carrier=carrier, scheme=scheme_for(options)
-    ) as engine:
-        return compare(engine, adapted, data.heldout, tokenizer, options.evaluate)
+    setting = Setting.of(options, tell, found[1].dtype if found else "")
+    data = prepared_data(setting)
+    refuse_nothing_held_out(data.heldout)
+    setting = replace(setting, options=with_rank(options, data, setting.config, setting.device, tell))
+    governor = choose(setting, data, trains=False)
+    with assembled(setting, Wanted(governor.plan, governor.budget_bytes, trains=False, data=data)) as ready:
+        load_adapter_state(ready.model, folder / ADAPTER)
+        ready.gauge.begin("evaluation")
+        recovery = Recovery(ready.engine, ready.gauge, governor, tell)
+        return compare(ready.engine, ready.model, data.heldout, setting.tokenizer, options.evaluate, recovery.patiently)
 
 
 def _refuse_other_run(folder: Path, resume: bool) -> None:

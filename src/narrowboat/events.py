@@ -65,6 +65,7 @@ class PlanChosen(Event):
     budget_bytes: int
     forecast_bytes: Mapping[str, int]
     longest_tokens: int
+    phases: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class RunEnded(Event):
     adapter_folder: str | None = None
     report_path: str | None = None
     error: str | None = None
+    peak_by_phase: Mapping[str, int] = field(default_factory=dict)
 
 
 class Recorder(Protocol):

@@ -38,10 +38,11 @@ class MemoryPlan(BaseModel):
     keep_keys_values: bool = Field(False, description="Hold each layer's keys and values instead of rebuilding them.")
 
     @model_validator(mode="after")
-    def _only_streaming_moves_inputs(self) -> MemoryPlan:
-        moved = self.inputs != "device" or self.input_stride > 1 or self.keep_keys_values
-        if moved and self.layers != "stream":
-            raise ValueError(f"inputs, input_stride and keep_keys_values go with layers=stream, not {self.layers}")
+    def _what_goes_together(self) -> MemoryPlan:
+        if (self.input_stride > 1 or self.keep_keys_values) and self.layers != "stream":
+            raise ValueError(f"input_stride and keep_keys_values go with layers=stream, not {self.layers}")
+        if self.inputs != "device" and self.layers == "keep":
+            raise ValueError(f"inputs on {self.inputs} go with layers=stream or recompute, not keep")
         return self
 
     def describe(self) -> str:

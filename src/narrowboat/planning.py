@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,14 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.data.examples import Row
-from narrowboat.engine.engine import Engine
 from narrowboat.errors import BudgetError, ModelError, OptionError, did_you_mean
 from narrowboat.events import Event, Notice, Tell
 from narrowboat.machine.hardware import pick_device
 from narrowboat.machine.precision import choose_precision
 from narrowboat.machine.profile import CARD_MARGIN
-from narrowboat.memory.gauge import Gauge
-from narrowboat.model.adapters import adapt
-from narrowboat.model.base import hush_transformers, load_base, load_config
-from narrowboat.optimizers.build import build_optimizer
+from narrowboat.model.base import hush_transformers, load_config, stored_dtype
 from narrowboat.options.schema import Options
 from narrowboat.planner import catalog
 from narrowboat.planner.answer import Answer, answer
@@ -123,7 +120,8 @@ def search_for(question: Question, tell: Tell = lambda event: None) -> tuple[Sea
         device = pick_device(options.model.device)
         dtype = choose_precision(options.model.dtype, device, options.model.quantize).base.dtype
         target, limits = target_here(device, dtype), limits_here(options.memory, device)
-    return Search(Workload(config, options, dtype, target.on_card), target, options.memory.plan), limits
+    stored = stored_dtype(options.model.name, config)
+    return Search(Workload(config, options, dtype, target.on_card, stored), target, options.memory.plan), limits
 
 
 def default_tokens(options: Options, tell: Tell = lambda event: None) -> int:
@@ -173,28 +171,22 @@ def probe(question: Question, tell: Tell = lambda event: None) -> Probe:
     search, limits = search_for(question, tell)
     chosen = search.longest(limits) if question.num_tokens is None else search.choose(question.num_tokens, limits)
     options = search.work.options
-    device = pick_device(options.model.device)
-    precision = choose_precision(options.model.dtype, device, options.model.quantize)
-    base, _ = load_base(options.model, precision, device, tell)
-    model = adapt(base, options.lora, tell).model
-    optimizer = build_optimizer(options.optimizer, model.named_parameters(), tell)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = np.random.default_rng(0).integers(0, vocabulary, chosen.num_tokens, dtype=np.int32)
+    setting = Setting.of(options, tell)
+    ids = np.random.default_rng(0).integers(0, setting.config.get_text_config().vocab_size, chosen.num_tokens, np.int32)
     rows = [Row(ids, ids, (chosen.num_tokens,))]
-    with Gauge(device, limits.device_bytes) as gauge:
-        gauge.watch_model(model)
-        with Engine(model, optimizer, chosen.plan, 0, options.optimizer.clip_norm, tell) as engine:
-            engine.step(rows, options.optimizer.lr, seed=0)
-            gauge.reset_peak()
-            began = time.monotonic()
-            float(engine.step(rows, options.optimizer.lr, seed=1).loss)
-            seconds = time.monotonic() - began
-            return Probe(chosen, gauge.peak_bytes(), gauge.by_cause(), seconds)
+    with assembled(setting, Wanted(chosen.plan, limits.device_bytes)) as ready:
+        ready.engine.step(rows, options.optimizer.lr, seed=0)
+        ready.gauge.begin("step")
+        began = time.monotonic()
+        float(ready.engine.step(rows, options.optimizer.lr, seed=1).loss)
+        seconds = time.monotonic() - began
+        by_cause = ready.gauge.by_cause()
+        return Probe(chosen, ready.gauge.read(), by_cause, seconds)
 
 
 def _search(search: Search, options: Options) -> Search:
     work = search.work
-    return Search(Workload(work.config, options, work.dtype, work.on_card), search.target, options.memory.plan)
+    return Search(replace(work, options=options), search.target, options.memory.plan)
 
 
 def _with_number_for_rank(options: Options) -> Options:

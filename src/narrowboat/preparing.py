@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from narrowboat.assembly import Setting, Wanted, assembled
+from narrowboat.choosing import choose_to_read
 from narrowboat.data.prepare import Prepared, prepare
 from narrowboat.data.show import MARKS, NO_MARKS, account_table, chosen, parts, samples
-from narrowboat.errors import OptionError
-from narrowboat.events import Event, Notice, Tell
+from narrowboat.errors import OptionError, OutOfMemory
+from narrowboat.events import Event, Notice
 from narrowboat.machine.caches import cache_folder
-from narrowboat.machine.hardware import pick_device
-from narrowboat.machine.precision import choose_precision
-from narrowboat.model.base import hush_transformers, load_base, load_config, load_tokenizer
 from narrowboat.model.gaze import Gaze
 from narrowboat.options.schema import Options
 
@@ -29,24 +32,33 @@ FOLDER = "data"
 """Of prepared data, in Narrowboat's cache folder."""
 
 
-def prepared_data(options: Options, config: Any, tokenizer: Any, tell: Tell, quiet: bool = False) -> Prepared:
-    """Rows for the model of ``config``, found where they were kept before or made, with a bar if that takes its time.
+def prepared_data(setting: Setting, quiet: bool = False) -> Prepared:
+    """Rows for the setting's model, found where they were kept before or made, with a bar if that takes its time.
 
     Raises:
         DataError: a file is missing, or there is nothing to learn.
     """
+    options, tokenizer = setting.options, setting.tokenizer
     folder = Path(options.data.cache).expanduser() if options.data.cache else cache_folder() / FOLDER
-    max_positions = config.get_text_config().max_position_embeddings
-    with _Bar(quiet) as bar, Gaze(lambda: _base(options, tell)) as gaze:
+    max_positions = setting.config.get_text_config().max_position_embeddings
+    with _Bar(quiet) as bar, Gaze(partial(_base, setting)) as gaze:
         attention = gaze if options.dialogues.uses_attention else None
-        return prepare(options, tokenizer, max_positions, tell, folder, on_progress=bar, attention=attention)
+        return prepare(options, tokenizer, max_positions, setting.tell, folder, on_progress=bar, attention=attention)
 
 
-def _base(options: Options, tell: Tell) -> Any:
-    device = pick_device(options.model.device)
-    return load_base(
-        options.model, choose_precision(options.model.dtype, device, options.model.quantize), device, tell
-    )[0]
+@contextmanager
+def _base(setting: Setting) -> Iterator[Any]:
+    """The base model alone, under a plan for the longest row that it may have to read."""
+    plan, budget_bytes = choose_to_read(setting)
+    wanted = Wanted(plan, budget_bytes, trains=False, has_adapter=False)
+    try:
+        with assembled(setting, wanted) as ready:
+            yield ready.model
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"Memory ran out while dialogues.scorer: attention read a dialogue: {str(error).splitlines()[0]} A larger "
+            "memory.budget would help; dialogues.scorer: lexical needs no model."
+        ) from None
 
 
 def refuse_no_data(options: Options) -> None:
@@ -66,9 +78,8 @@ def run(options: Options, as_json: bool, num_shown: int) -> None:
         NarrowboatError: its kinds say what was refused.
     """
     refuse_no_data(options)
-    hush_transformers()
-    config, tokenizer = load_config(options.model.name, _say), load_tokenizer(options.model.name, _say)
-    data = prepared_data(options, config, tokenizer, _say, quiet=as_json)
+    setting = Setting.of(options, _say)
+    data = prepared_data(setting, quiet=as_json)
     if as_json:
         shown = [
             {
@@ -76,14 +87,14 @@ def run(options: Options, as_json: bool, num_shown: int) -> None:
                 "segment": example.segment,
                 "tokens": example.num_tokens,
                 "learnt_tokens": example.num_supervised,
-                "parts": [{"text": text, "kind": kind} for text, kind in parts(example, tokenizer)],
+                "parts": [{"text": text, "kind": kind} for text, kind in parts(example, setting.tokenizer)],
             }
             for example in chosen(data, num_shown)
         ]
         print(json.dumps(data.account.as_dict() | ({"samples": shown} if num_shown else {})))
         return
     console = Console(highlight=False)
-    for sample in samples(data, tokenizer, num_shown, MARKS if console.color_system is None else NO_MARKS):
+    for sample in samples(data, setting.tokenizer, num_shown, MARKS if console.color_system is None else NO_MARKS):
         console.print(sample)
     console.print(account_table(data.account))
 

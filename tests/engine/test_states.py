@@ -9,12 +9,13 @@ from tests.memory.families import tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowboat.engine.engine import Engine
-from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, Meter, Reading
 from narrowboat.model.adapters import adapt
 from narrowboat.model.base import empty_base, give_fake_tensors
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.table import KINDS
 from narrowboat.options.schema import LoraOptions, OptimizerOptions
+from narrowboat.owner.causes import GRADIENTS, OPTIMIZER_STATES
+from narrowboat.owner.meter import Meter, Reading
 from narrowboat.plan import MemoryPlan
 
 PLAN = MemoryPlan(layers="keep")

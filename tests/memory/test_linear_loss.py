@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from narrowboat.errors import ModelError
 from narrowboat.memory.linear_loss import Measures, linear_loss, shift
-from narrowboat.memory.meter import LOSS, Meter
 from narrowboat.memory.tail import Tail
 from narrowboat.model.anatomy import Anatomy
+from narrowboat.owner.causes import LOSS
+from narrowboat.owner.meter import Meter
 from tests.memory.families import adapted, tiny, token_ids
 
 

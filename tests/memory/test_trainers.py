@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from narrowboat.memory.install import install
-from narrowboat.memory.meter import Meter
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from tests.memory.families import adapted, token_ids
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from narrowboat.memory.install import install
-from narrowboat.memory.meter import Meter
 from narrowboat.model.adapters import adapt
 from narrowboat.options.schema import LoraOptions
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 
 IDS = torch.arange(3, 67)[None]

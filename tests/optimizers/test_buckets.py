@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from narrowboat.memory.meter import Meter, cause
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.buckets import Buckets, DuringBackward, HostStates
 from narrowboat.optimizers.table import KINDS
 from narrowboat.options.schema import OptimizerOptions
+from narrowboat.owner.causes import cause
+from narrowboat.owner.meter import Meter
 
 from .problems import Problem
 
@@ -56,8 +57,8 @@ def test_states_on_the_host_visit_the_device_a_bucket_at_a_time():
         weight.grad = torch.ones_like(weight)
     with Meter() as meter:
         for weight in weights:
-            meter.watch(weight.data)
-            meter.watch(weight.grad)
+            meter.watch(weight.data, "weights")
+            meter.watch(weight.grad, "gradients")
         before = meter.live.device_bytes
         for _ in range(3):
             optimizer.step()

@@ -16,11 +16,11 @@ from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import LossScale
 from narrowboat.errors import ModelError
 from narrowboat.events import Event, Notice, StepDone
-from narrowboat.memory.gauge import Gauge
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, Options
+from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.training.checkpoint import Position, newest_checkpoint
 from narrowboat.training.governor import Governor

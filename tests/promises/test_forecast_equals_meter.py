@@ -12,10 +12,10 @@ import transformers
 
 from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
-from narrowboat.memory.meter import Meter, Reading
 from narrowboat.model.adapters import adapt
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, Options
+from narrowboat.owner.meter import Meter, Reading
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.forecast import Forecast, Forecaster, Workload
 from tests.memory.families import FAMILIES, SIZES

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowboat.errors import OutOfMemory
-from narrowboat.events import CheckpointSaved, Evaluated
+from narrowboat.events import CheckpointSaved, Evaluated, Notice
+from narrowboat.owner.owner import Owner
 from narrowboat.plan import MemoryPlan
 from narrowboat.training.checkpoint import newest_checkpoint
 from tests.training.runs import RUNGS, Run
@@ -83,13 +84,35 @@ def test_an_update_that_fails_half_way_is_taken_back(optimizer: str, tmp_path: P
         assert tried.losses == truth.losses, place
 
 
-def test_every_retry_is_one_event_with_both_plans(tmp_path: Path) -> None:
+def test_every_retry_is_one_event_and_a_change_of_plan_names_both(tmp_path: Path) -> None:
     tried = Run(tmp_path, modes=[RunsOut((1000, 2000), 5)])
     tried.go()
-    retries = [change for change in tried.changes if change.reason == "device memory ran out"]
-    assert len(retries) == 5
-    assert all(change.old and change.new and change.plan for change in retries)
-    assert any(change.old != change.new for change in retries)
+    changes = [change for change in tried.changes if change.reason == "device memory ran out"]
+    again = [e.text for e in tried.events if isinstance(e, Notice) and "device memory ran out" in e.text]
+    assert len(changes) + len(again) == 5
+    assert changes
+    assert again
+    assert all(change.old != change.new and change.plan for change in tried.changes)
+    assert all(text.endswith("under the thriftiest plan, though there is room; it is tried again.") for text in again)
+
+
+def test_memory_that_runs_out_while_a_plan_is_put_in_force_is_one_rung_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that move may not find room either."""
+    tried = Run(tmp_path, modes=[RunsOut((1000, 1000), 1)])
+    arrange, calls = Owner.arrange, []
+
+    def fails_once(owner: Owner, plan: MemoryPlan) -> None:
+        calls.append(plan)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("injected: no memory for weights.")
+        arrange(owner, plan)
+
+    monkeypatch.setattr(Owner, "arrange", fails_once)
+    tried.go()
+    assert [change.step for change in tried.changes[:2]] == [1, 1]
+    assert len(tried.steps) == 5
 
 
 def test_on_the_last_rung_it_says_what_would_help(tmp_path: Path) -> None:

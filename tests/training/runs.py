@@ -16,10 +16,10 @@ from narrowboat.data.batches import StepSchedule
 from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
 from narrowboat.events import Event, PlanChanged, StepDone
-from narrowboat.memory.gauge import Gauge
 from narrowboat.model.adapters import adapt
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, OptimizerOptions, Options, TrainOptions
+from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.training.checkpoint import Position
 from narrowboat.training.governor import Governor

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.data.batches import MicroBatch, collate, group_rows
 from narrowboat.data.examples import IGNORED, Row
@@ -34,11 +33,12 @@ from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.finite import NotFinite, where_not_finite
 from narrowboat.memory.install import Installed, install
 from narrowboat.memory.linear_loss import shift
-from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, cause
 from narrowboat.memory.schemes import Scheme
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.account import account, describe
 from narrowboat.optimizers.buckets import HostStates
+from narrowboat.owner.causes import GRADIENTS, OPTIMIZER_STATES, Holding, Where, cause
+from narrowboat.owner.values import has_values, is_true, number
 from narrowboat.plan import MemoryPlan
 
 
@@ -93,8 +93,9 @@ class Engine:
         self.model, self.optimizer, self.scale = model, optimizer, scale
         self._pad_id, self._tell = pad_id, tell
         trainable = [p for p in model.parameters() if p.requires_grad]
-        self.device = next(model.parameters()).device
         self._installed: Installed = install(model, plan, tell)
+        self.owner = self._installed.owner
+        self.device = self.owner.device
         self._installed.scheme = scheme
         self.carrying = None if carrier is None else Carrying(carrier, self.device)
         self._states_are_told = False
@@ -105,12 +106,20 @@ class Engine:
 
     def __enter__(self) -> Engine:
         self._installed.__enter__()
+        self.owner.hold(self.undo.holdings)
+        self.owner.hold(self._states)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._installed.__exit__(kind, error, trace)
+
+    def _states(self) -> Iterator[Holding]:
+        """The optimizer's, for the owner's account."""
+        where: Where = "host" if isinstance(self.optimizer, HostStates) else "device"
+        for state in {} if self.optimizer is None else self.optimizer.state.values():
+            yield from (Holding(t, OPTIMIZER_STATES, where) for t in state.values() if isinstance(t, torch.Tensor))
 
     @property
     def plan(self) -> MemoryPlan:
@@ -147,12 +156,12 @@ class Engine:
         loss, num_micro_batches = self._backward(rows, seed, after_micro_batch)
         scale = self._scale_value
         norm = self._gradients.norm(scale)
-        is_finite = is_fake(norm) or bool(torch.isfinite(norm) & torch.isfinite(loss))
+        is_finite = is_true(torch.isfinite(norm) & torch.isfinite(loss))
         if is_finite:
             self._gradients.use(norm, scale, lambda: self._backward(rows, seed))
         if self.scale is not None:
             self.scale.update(is_finite)
-        if is_finite and not is_fake(norm) and not self._states_are_told:
+        if is_finite and not self._states_are_told and has_values(norm):
             self._states_are_told = True
             self._tell(Notice(describe(account(self.optimizer))))
         return Outcome(
@@ -174,11 +183,11 @@ class Engine:
             if self.carrying is not None:
                 loss_of = partial(self._segment_loss, num_items=1, seed=0)
                 losses = [loss for row in rows for loss in self.carrying.evaluate(_as_train(row), loss_of)]
-                return float(torch.stack(losses).sum()), sum(row.num_supervised for row in rows)
+                return number(torch.stack(losses).sum()), sum(row.num_supervised for row in rows)
             for group in group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens):
                 batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
                 if batch.num_supervised:
-                    total += float(self._loss(batch, 1, [0] * len(group)))
+                    total += number(self._loss(batch, 1, [0] * len(group)))
                     num_supervised += batch.num_supervised
         return total, num_supervised
 
@@ -206,9 +215,10 @@ class Engine:
         """``[tokens]``; 0 where nothing is learnt."""
         out = self.model(
             input_ids=input_ids, shift_labels=targets, position_ids=position_ids, lengths=lengths,
-            dropout_seeds=[0], fused_lm_head=True, **further,
+            dropout_seeds=[0], by_token=True, **further,
         )  # fmt: skip
-        return -out.log_probs[0]
+        losses: torch.Tensor = out.loss[0]
+        return losses
 
     def where_not_finite(self, rows: Sequence[Row]) -> NotFinite | None:
         """The first layer and tile whose output is no number; None if all are, or where a carry goes with the rows."""
@@ -256,9 +266,9 @@ class Engine:
         self._gradients.begin(num_parts)
         with cause(GRADIENTS):
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        for number, part in enumerate(self._parts(rows, num_supervised, seed), 1):
+        for i, part in enumerate(self._parts(rows, num_supervised, seed), 1):
             loss += part.detach()
-            self._gradients.add(part, loss, self._scale_value, is_last=number == num_parts)
+            self._gradients.add(part, loss, self._scale_value, is_last=i == num_parts)
             after_micro_batch()
         return loss, num_parts
 

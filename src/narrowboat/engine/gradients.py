@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.engine.undo import Undo
-from narrowboat.memory.meter import GRADIENTS, OPTIMIZER_STATES, cause
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.buckets import DuringBackward
+from narrowboat.owner.causes import GRADIENTS, OPTIMIZER_STATES, cause
+from narrowboat.owner.values import is_true
 
 
 class Gathered:
@@ -99,7 +99,7 @@ class UsedInBackward(Gathered):
         """See ``Gathered``; a loss that is no number goes no further."""
         if not is_last:
             super().add(part, so_far, scale, is_last)
-        elif is_fake(so_far) or torch.isfinite(so_far):
+        elif is_true(torch.isfinite(so_far)):
             with self._optimizer.armed():
                 part.backward()
 

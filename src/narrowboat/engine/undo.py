@@ -8,13 +8,16 @@ trainable weight of host memory (with AdamW), which is held on to, and as long a
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from narrowboat.memory.meter import OPTIMIZER_STATES, cause
+from narrowboat.machine.precision import parts_of, with_parts
+from narrowboat.owner.causes import OPTIMIZER_STATES, Holding, cause
+
+HOST = torch.device("cpu")
 
 
 class Undo:
@@ -54,13 +57,19 @@ class Undo:
         for weight, saved in self._saved.items():
             weight.copy_(saved)
         for parameter, state in self._optimizer.state.items():
-            _put_back(state, self._states.get(parameter, {}))
+            _put_back(state, self._states.get(parameter, {}), parameter.device)
         for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
-            _put_back(group, settings | {"params": group["params"]})
+            _put_back(group, settings | {"params": group["params"]}, HOST)
 
     def forget(self) -> None:
         """The update is done, or taken back; the copies' memory waits for the next one."""
         self._is_armed = False
+
+    def holdings(self) -> Iterator[Holding]:
+        """The copies."""
+        for value in (*self._saved.values(), *(v for state in self._states.values() for v in state.values())):
+            if isinstance(value, torch.Tensor):
+                yield Holding(value, OPTIMIZER_STATES, "host")
 
     def copies_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """What is held for ``parameter``."""
@@ -68,14 +77,18 @@ class Undo:
         return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _put_back(into: dict[str, Any], saved: dict[str, Any]) -> None:
+def _put_back(into: dict[str, Any], saved: dict[str, Any], device: torch.device) -> None:
     for key in [key for key in into if key not in saved]:
         del into[key]
     for key, value in saved.items():
-        if isinstance(value, torch.Tensor) and isinstance(into.get(key), torch.Tensor):
-            into[key].copy_(value)
-        else:
-            into[key] = value.clone() if isinstance(value, torch.Tensor) else value  # ours takes the next copies
+        if not isinstance(value, torch.Tensor):
+            into[key] = value
+        elif isinstance(into.get(key), torch.Tensor):
+            for part, before in zip(parts_of(into[key]), parts_of(value), strict=True):
+                part.copy_(before)
+        else:  # ours takes the next copies
+            at = device if value.dim() else HOST  # a counter stays where it was
+            into[key] = with_parts(value, partial(torch.Tensor.to, device=at, copy=True))
 
 
 class _Copier:
@@ -93,11 +106,9 @@ class _Copier:
             return copy.deepcopy(value)
         value = value.detach()
         if type(value) is not type(into) or (value.shape, value.dtype) != (into.shape, into.dtype):
-            return value.to("cpu", copy=True)
-        if is_traceable_wrapper_subclass(value):  # quantised
-            return into.copy_(value)
-        self._into.append(into)
-        self._from.append(value)
+            return with_parts(value, partial(torch.Tensor.to, device=HOST, copy=True))
+        self._into += parts_of(into)
+        self._from += parts_of(value)
         return into
 
     def finish(self) -> None:

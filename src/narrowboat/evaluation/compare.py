@@ -6,16 +6,20 @@ Both see what the run's options say, carry included.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
+from narrowboat.data.examples import Row
 from narrowboat.data.store import Rows
 from narrowboat.engine.engine import Engine
 from narrowboat.errors import DataError
 from narrowboat.evaluation.answers import Answer, Question, answer, exact_share, question_of
 from narrowboat.evaluation.perplexity import Perplexity, perplexity
 from narrowboat.options.schema import EvaluateOptions
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,15 @@ class Comparison:
         return {"base": self.base.as_dict(), "adapter": self.adapter.as_dict()}
 
 
-def compare(engine: Engine, model: Any, rows: Rows, tokenizer: Any, options: EvaluateOptions) -> Comparison:
+class Patiently(Protocol):
+    """Does some work over rows, again under a thriftier plan where memory runs out."""
+
+    def __call__(self, work: Callable[[], T], rows: Sequence[Row]) -> T: ...
+
+
+def compare(
+    engine: Engine, model: Any, rows: Rows, tokenizer: Any, options: EvaluateOptions, patiently: Patiently
+) -> Comparison:
     """Measure both.
 
     Args:
@@ -78,25 +90,33 @@ def compare(engine: Engine, model: Any, rows: Rows, tokenizer: Any, options: Eva
         rows: held out.
         tokenizer: the model's.
         options: how many answers.
+        patiently: runs each piece of work.
 
     Raises:
         DataError: nothing is held out.
     """
+    refuse_nothing_held_out(rows)
+    questions = list(itertools.islice(_questions(rows), options.answers))
+
+    def measure() -> Measured:
+        losses = (patiently(partial(engine.token_losses, row), [row]) for row in (rows[i] for i in range(len(rows))))
+        ask = partial(answer, engine, tokenizer=tokenizer, most_tokens=options.answer_tokens)
+        answers = (patiently(partial(ask, question), [question.row]) for question in questions)
+        return Measured(perplexity(losses), tuple(answers))
+
+    adapter = measure()
+    with model.disable_adapter():
+        return Comparison(measure(), adapter)
+
+
+def refuse_nothing_held_out(rows: Rows) -> None:
+    """What can be said before a model is loaded.
+
+    Raises:
+        DataError: there are no rows.
+    """
     if not len(rows):
         raise DataError("Nothing is held out to evaluate on; name data.heldout, or set data.heldout_share above 0.")
-    questions = list(itertools.islice(_questions(rows), options.answers))
-    adapter = _measure(engine, rows, questions, tokenizer, options)
-    with model.disable_adapter():
-        base = _measure(engine, rows, questions, tokenizer, options)
-    return Comparison(base, adapter)
-
-
-def _measure(
-    engine: Engine, rows: Rows, questions: list[Question], tokenizer: Any, options: EvaluateOptions
-) -> Measured:
-    found = perplexity(engine.token_losses(rows[i]) for i in range(len(rows)))
-    answers = tuple(answer(engine, question, tokenizer, options.answer_tokens) for question in questions)
-    return Measured(found, answers)
 
 
 def _questions(rows: Rows) -> Iterable[Question]:

@@ -8,8 +8,9 @@ of 8 billion weights is 0.17 GB in float32 beside 16 GB of base.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import linear
@@ -81,6 +82,15 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
+
+
+def with_parts(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``tensor`` with ``change(part)`` in the place of each plain tensor that it is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return change(tensor)
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: with_parts(getattr(tensor, name), change) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
 
 
 def _what_the_device_does_well(device: torch.device) -> Format:

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 from transformers import AttentionInterface
 
 from narrowboat.errors import AnatomyError
 from narrowboat.memory.kernels import Kernel, Scores, kernel_for
 from narrowboat.memory.layout import Piece, Sight, Stretch
-from narrowboat.memory.meter import standing_for
 from narrowboat.memory.tile import Tile, zeros_wide
+from narrowboat.owner.values import has_values, some_of
 
 ATTENTION_NAME = "narrowboat"
 
@@ -208,7 +207,7 @@ def _piece_backward(
 ) -> torch.Tensor:
     """The piece's query gradient; gradients of the keys and values it sees are added to ``into``."""
     dq, (grad, q, out, lse) = None, here
-    for stretch in _in_parts(piece.keys, is_fake(q)):
+    for stretch in _in_parts(piece.keys, q):
         where = slice(stretch.start - base, stretch.stop - base)
         k, v = keys[piece.rows, :, where], values[piece.rows, :, where]
         part, dk, dv = kernel.backward(grad, q, k, v, out, lse, stretch.sight, scores)
@@ -219,19 +218,17 @@ def _piece_backward(
     return dq.to(q.dtype)
 
 
-def _in_parts(stretches: Sequence[Stretch], in_a_forecast: bool) -> Iterator[Stretch]:
-    """Long stretches that are seen whole, in parts; in a forecast the first part stands for those between the ends."""
+def _in_parts(stretches: Sequence[Stretch], q: torch.Tensor) -> Iterator[Stretch]:
+    """Long stretches that are seen whole, in parts; ``q`` tells whether this is a forecast."""
     for stretch in stretches:
         start, stop = stretch.start, stretch.stop
         if stretch.sight is not Sight.ALL or stop - start <= KEYS_AT_ONCE:
             yield stretch
-        elif in_a_forecast:
-            with standing_for((stop - start) / KEYS_AT_ONCE - 1):
-                yield Stretch(start, start + KEYS_AT_ONCE, Sight.ALL)
-            yield Stretch(stop - KEYS_AT_ONCE, stop, Sight.ALL)
-        else:
-            for first in range(start, stop, KEYS_AT_ONCE):
-                yield Stretch(first, min(first + KEYS_AT_ONCE, stop), Sight.ALL)
+            continue
+        for first in some_of(range(start, stop, KEYS_AT_ONCE), q, first=1, last=1):
+            if not has_values(q):  # carried on to any length, the last part has to be as large as any
+                first = min(first, stop - KEYS_AT_ONCE)
+            yield Stretch(first, min(first + KEYS_AT_ONCE, stop), Sight.ALL)
 
 
 def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,8 +21,8 @@ from narrowboat.memory.dropout import Whereabouts
 from narrowboat.memory.linear_loss import Measures, linear_loss, shift
 from narrowboat.memory.router import Routers
 from narrowboat.memory.tail import Tail
-from narrowboat.memory.weight_stream import WeightStream
 from narrowboat.model.anatomy import Anatomy
+from narrowboat.owner.weights import Weights
 
 
 @dataclass
@@ -58,7 +58,7 @@ class CausalForward:
         given: what was said of the micro-batch while it is on its way through the backbone.
     """
 
-    def __init__(self, anatomy: Anatomy, routers: Routers, weights: WeightStream, whereabouts: Whereabouts) -> None:
+    def __init__(self, anatomy: Anatomy, routers: Routers, weights: Weights, whereabouts: Whereabouts) -> None:
         self._own_forward: Callable[..., Any] = anatomy.causal.forward
         self._causal, self._backbone = anatomy.causal, anatomy.backbone
         self._tail = Tail(anatomy, self._own_forward)
@@ -84,6 +84,7 @@ class CausalForward:
         lengths: Sequence[Sequence[int]] | None = None,
         dropout_seeds: Sequence[int] | None = None,
         fused_lm_head: bool = False,
+        by_token: bool = False,
         carry: Handover | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -92,8 +93,9 @@ class CausalForward:
         Most arguments are transformers' own. ``shift_labels`` are labels that are targets already, and by
         ``num_items_in_batch`` the summed loss is divided. Ours are ``loss_weights``, ``[batch, tokens]``, a factor for
         the loss of each target; ``lengths``, those of each row's documents; ``dropout_seeds``, a number for each row,
-        from which its dropout follows; and ``carry``, where the one row is a segment that sees what earlier segments
-        of its document left. ``fused_lm_head`` is TRL's: it wants each token's log-probability.
+        from which its dropout follows; ``by_token``, for a loss of each target, ``[batch, tokens]``; and ``carry``,
+        where the one row is a segment that sees what earlier segments of its document left. ``fused_lm_head`` is
+        TRL's: it wants each token's log-probability, entropy and whether it is the likeliest.
         """
         inputs = {
             "input_ids": input_ids,
@@ -121,6 +123,8 @@ class CausalForward:
         auxiliary = self._routers.auxiliary_loss(out.get("router_logits"), attention_mask)
         if measures is not None:
             return _fused(losses, measures, targets, auxiliary, whole=shift_labels is not None)
+        if by_token:
+            return CausalLMOutputWithPast(loss=losses)
         loss = losses.sum() / _denominator(targets >= 0, num_items_in_batch, loss_weights)
         if auxiliary is not None:
             loss = loss + self._routers.coefficient * auxiliary

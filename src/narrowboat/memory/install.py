@@ -19,25 +19,25 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.errors import AnatomyError, ModelError
 from narrowboat.events import Tell
 from narrowboat.memory import attention
 from narrowboat.memory.causal import CausalForward, Given
 from narrowboat.memory.dropout import PlacedDropout, Whereabouts
-from narrowboat.memory.forwards import forward_of
 from narrowboat.memory.layer_call import LayerCall
 from narrowboat.memory.layer_stream import stream_layer
 from narrowboat.memory.layout import Layout
-from narrowboat.memory.offload import Store, store_at
 from narrowboat.memory.recompute import recompute_layer
 from narrowboat.memory.router import Routers
 from narrowboat.memory.schemes import Scheme
-from narrowboat.memory.stride import Strided
 from narrowboat.memory.unread import Unread
-from narrowboat.memory.weight_stream import WeightStream
 from narrowboat.model.anatomy import Anatomy, text_config
+from narrowboat.model.forwards import forward_of
+from narrowboat.owner.inputs import Store
+from narrowboat.owner.owner import Owner
+from narrowboat.owner.stride import Strided
+from narrowboat.owner.values import has_values
 from narrowboat.plan import MemoryPlan
 
 INSTALLED = "_narrowboat_installed"
@@ -75,6 +75,7 @@ class Installed:
 
     Attributes:
         anatomy: the model's parts.
+        owner: of the model's bytes.
         plan: the plan that it runs under.
         scheme: of attention that is not full.
         run_layer: runs a layer instead of the plan while it is not None: ``(index, call, input) -> output``.
@@ -83,7 +84,8 @@ class Installed:
     def __init__(self, model: torch.nn.Module, plan: MemoryPlan, tell: Tell) -> None:
         self.anatomy = Anatomy.of(model)
         self._causal, self._layers = self.anatomy.causal, self.anatomy.layers
-        self._config, self._tell = text_config(self._causal), tell
+        self._config = text_config(self._causal)
+        self.owner = Owner.of(model, tell)
         self._check(plan)
         self.plan = plan
         self.scheme: Scheme | None = None
@@ -91,7 +93,7 @@ class Installed:
         self._undo = ExitStack()
         self._whereabouts = Whereabouts()
         self._batch: _MicroBatch | None = None
-        self._store: Store | None = None
+        self._is_on = False
 
     def __enter__(self) -> Installed:
         if getattr(self._causal, INSTALLED, None) is not None:
@@ -107,11 +109,7 @@ class Installed:
     def replan(self, plan: MemoryPlan) -> None:
         """Go on under another plan, between two micro-batches; the result stays the same."""
         self._check(plan)
-        if self._store is not None and plan.inputs != self.plan.inputs:
-            self._store.close()
-            self._store = store_at(plan.inputs, self._tell)
-        if plan.weights != self.plan.weights:
-            self._weights.rest(plan.weights)
+        self.owner.arrange(plan)
         self.plan = plan
         self._forward.chunk_tokens = plan.chunk_tokens
 
@@ -134,9 +132,9 @@ class Installed:
         undo.callback(self._forget)
         self._routers = Routers(self._causal)
         undo.callback(self._routers.close)
-        self._weights = WeightStream(self.anatomy, self._tell)
-        undo.callback(self._weights.close)
-        self._forward = CausalForward(self.anatomy, self._routers, self._weights, self._whereabouts)
+        undo.callback(self.owner.end)
+        self.owner.begin(self.anatomy, self.plan)
+        self._forward = CausalForward(self.anatomy, self._routers, self.owner.weights, self._whereabouts)
         undo.callback(self._forward.close)
         undo.enter_context(forward_of(self._causal, self._forward))
         backbone = self.anatomy.backbone
@@ -150,22 +148,19 @@ class Installed:
         for i, dropout in enumerate(dropouts):
             undo.enter_context(forward_of(dropout, PlacedDropout(dropout, i, self._whereabouts)))
         self._has_dropout = any(dropout.p > 0 for dropout in dropouts)
-        self._weights.rest(self.plan.weights)
-        self._store = store_at(self.plan.inputs, self._tell)
+        self._is_on = True
         self._forward.chunk_tokens = self.plan.chunk_tokens
         setattr(self._causal, INSTALLED, self)
         undo.callback(delattr, self._causal, INSTALLED)
 
     def _forget(self) -> None:
-        if self._store is not None:
-            self._store.close()
-        self._batch = self._store = None
+        self._batch, self._is_on = None, False
 
     def _run_backbone(self, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The backbone's forward: here a micro-batch begins."""
         given = self._forward.given
         training = torch.is_grad_enabled() and self._causal.training and kwargs.get("past_key_values") is None
-        if self._store is None or self._batch is not None or not (training or given):
+        if not self._is_on or self._batch is not None or not (training or given):
             return own_forward(*args, **kwargs)
         arguments = inspect.signature(own_forward).bind_partial(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
@@ -191,8 +186,7 @@ class Installed:
         self._refuse_unseparated(layout)
         given.seeds = seeds = self._draw_seeds(tokens) if given.seeds is None else list(given.seeds)
         self._at(seeds, given.offset, 0, layout.num_tokens)
-        stride, store = self.plan.input_stride, self._store
-        assert store is not None
+        stride, store = self.plan.input_stride, self.owner.inputs
         return _MicroBatch(layout, seeds, Strided(store, stride) if stride > 1 else store, given)
 
     def _refuse_unseparated(self, layout: Layout) -> None:
@@ -207,7 +201,7 @@ class Installed:
     def _layer(self, index: int, own_forward: Callable[..., Any], x: torch.Tensor, **arguments: Any) -> Any:
         """A decoder layer's forward."""
         if self._batch is None:
-            with self._weights.visit_layer(index):
+            with self.owner.weights.visit_layer(index):
                 return own_forward(x, **arguments)
         batch, plan = self._batch, self.plan
         module = self._layers[index].module
@@ -219,7 +213,7 @@ class Installed:
             batch.layout if link is None else Layout.of(1, link.num_tokens),
             before=partial(self._at, batch.seeds, batch.given.offset),
             collect=partial(self._routers.collect, module),
-            visit=partial(self._weights.visit_layer, index),
+            visit=partial(self.owner.weights.visit_layer, index),
             attends=self._layers[index].attention is not None,
             link=link,
             scheme=self._scheme_now,
@@ -231,7 +225,7 @@ class Installed:
         if is_kept:
             out, *further = (call.whole(x), *call.collect())
         elif plan.layers == "recompute":
-            out, *further = recompute_layer(x, call)
+            out, *further = recompute_layer(x, call, batch.store)
         else:
             ours = x is batch.latest and not module._forward_hooks  # else someone may read it later
             out, *further = stream_layer(x, call, plan.tile_tokens, batch.store, plan.keep_keys_values, ours)
@@ -275,7 +269,7 @@ class Installed:
 
     def _draw_seeds(self, tokens: torch.Tensor) -> list[int]:
         """From PyTorch's own generator, so that ``torch.manual_seed`` decides; none are drawn without dropout."""
-        if not (self._has_dropout and self._causal.training) or is_fake(tokens):
+        if not (self._has_dropout and self._causal.training and has_values(tokens)):
             return [0] * tokens.shape[0]
         return torch.randint(0, 2**62, (tokens.shape[0],)).tolist()
 

@@ -13,13 +13,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
+from torch.utils._pytree import tree_iter, tree_map
 
 from narrowboat.errors import AnatomyError
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.tile import HandedOver, KeysValues, Link, Outputs, Tile
 from narrowboat.memory.unread import Unread
+from narrowboat.owner.values import has_values
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 PROBE_TOKENS = 4
@@ -71,10 +72,22 @@ class LayerCall:
     def _cache_name(self) -> str:
         return cache_name(self.layer, self._forward)
 
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the whole row: ``[batch, tokens, hidden]`` to the same."""
+    @property
+    def num_tokens(self) -> int:
+        """Of a row, without what is carried."""
+        return self.layout.num_tokens - self._first
+
+    @cached_property
+    def learning(self) -> list[torch.Tensor]:
+        """Tensors beside the hidden states to which gradients flow, such as a projection of the embeddings."""
+        return [t for t in tree_iter(self._arguments) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    def whole(self, x: torch.Tensor, learning: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Run the whole row: ``[batch, tokens, hidden]`` to the same; with others in the place of what is learning."""
         keys_values = None if self._link is None else self.keys_values()
-        return self._run(x, Tile(self.layout, self._first, self.layout.num_tokens, keys_values))
+        instead = {id(old): new for old, new in zip(self.learning, learning, strict=False)}
+        arguments = tree_map(lambda value: instead.get(id(value), value), self._arguments)
+        return self._run(x, Tile(self.layout, self._first, self.layout.num_tokens, keys_values), arguments)
 
     @property
     def carries(self) -> bool:
@@ -111,7 +124,7 @@ class LayerCall:
         ``seeds`` are the gradients of the output and the further outputs; those of keys and values that the tile sees
         are gathered in ``keys_values``.
         """
-        with torch.enable_grad(), self._leaving_out(leaf, recomputing=True):
+        with torch.enable_grad(), self.leaving_out(leaf):
             out = [self.tile(leaf, start, keys_values, outputs, again=True), *self.collect()]
         pairs = [(o, s) for o, s in zip(out, seeds, strict=False) if s is not None]
         wanted = [t for t in (leaf, *self.layer.parameters()) if t.requires_grad]
@@ -131,9 +144,13 @@ class LayerCall:
             return
         raise AnatomyError(f"{type(self.layer).__name__} never hands over keys and values; use the plan recompute.")
 
+    def leaving_out(self, x: torch.Tensor) -> AbstractContextManager[None]:
+        """Without the projections whose values a second run of the layer has no use for."""
+        return self._leaving_out(x, recomputing=True) if self._attends else nullcontext()
+
     def _leaving_out(self, x: torch.Tensor, recomputing: bool) -> AbstractContextManager[None]:
         """Without the projections that nobody reads."""
-        if self._unread is None or is_fake(x):
+        if self._unread is None or not has_values(x):
             return nullcontext()
         return self._unread.left_out(recomputing, partial(self._probe, x))
 
@@ -153,10 +170,11 @@ class LayerCall:
         call.rebuild(x, 0, keys_values)
         return [keys_values.keys, keys_values.values]
 
-    def _run(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, tile: Tile, given: dict[str, Any] | None = None) -> torch.Tensor:
         self._before(tile.start - self._first, tile.stop - self._first)
         tile.scheme = self._scheme
-        arguments = {name: self._cut(name, value, tile) for name, value in self._arguments.items()}
+        given = self._arguments if given is None else given
+        arguments = {name: self._cut(name, value, tile) for name, value in given.items()}
         if tile.keys_values is not None:
             arguments[self._cache_name] = tile
             arguments["use_cache"] = True

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
+from narrowboat.errors import AnatomyError
 from narrowboat.memory.layer_call import LayerCall
-from narrowboat.memory.meter import GRADIENTS, LAYER_INPUTS, cause, standing_for
-from narrowboat.memory.offload import Held, Store
 from narrowboat.memory.tile import KeysValues, Outputs
+from narrowboat.owner.causes import GRADIENTS, LAYER_INPUTS, cause
+from narrowboat.owner.inputs import Held, Store
+from narrowboat.owner.values import some_of
 
 
 def stream_layer(
@@ -42,10 +43,18 @@ def stream_layer(
 
     Returns:
         The same shape as ``x``, and whatever ``call.collect`` gives.
+
+    Raises:
+        AnatomyError: gradients flow to more than the layer's input and its weights.
     """
     if not torch.is_grad_enabled():
         out, further, _ = run_tiles(x, call, tile_tokens)
         return (out, *further)
+    if call.learning:
+        raise AnatomyError(
+            f"{type(call.layer).__name__} takes {len(call.learning)} tensors beside its input to which gradients flow, "
+            "and they would be lost tile by tile; use the plan recompute."
+        )
     parameters = [p for p in call.layer.parameters() if p.requires_grad]
     return _StreamLayer.apply(x, call, tile_tokens, store, keep_attention, overwrite, *parameters)
 
@@ -72,19 +81,11 @@ def run_tiles(
 def each_tile(x: torch.Tensor, tile_tokens: int, backwards: bool = False, with_last: bool = True) -> Iterator[int]:
     """Where the tiles of ``[batch, tokens, hidden]`` begin, in turn.
 
-    A forecast's tensors have no values, and the tiles between a row's ends take the same memory and evenly growing
-    work: the first and the last of those stand for all of them.
+    The tiles between a row's ends take the same memory and evenly growing work, so a forecast takes two of them.
     """
     starts: Sequence[int] = range(0, x.shape[1], tile_tokens)
-    times = 1.0
-    if is_fake(x) and len(starts) > 4:
-        times = (len(starts) - 2) / 2
-        starts = [*starts[:2], *starts[-2:]]
-    between = starts[1:-1]
     starts = starts if with_last else starts[:-1]
-    for start in reversed(starts) if backwards else starts:
-        with standing_for(times if start in between else 1.0):
-            yield start
+    return some_of(starts[::-1] if backwards else starts, x, first=2, last=2 if with_last else 1)
 
 
 class _Left:

@@ -14,7 +14,8 @@ from enum import Enum
 from itertools import accumulate, pairwise
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
+
+from narrowboat.owner.values import has_values
 
 Span = tuple[int, int]
 
@@ -81,11 +82,11 @@ class Layout:
         if lengths is not None:
             return cls(num_tokens, tuple(_spans(row) for row in lengths))
         whole = (((0, num_tokens),),) * num_rows
-        if attention_mask is not None and attention_mask.dim() == 2 and not is_fake(attention_mask):
+        if attention_mask is not None and attention_mask.dim() == 2 and has_values(attention_mask):
             seen = attention_mask.bool().cpu()
             if not seen.all():  # padded rows hold one document each
                 return cls(num_tokens, tuple(tuple(_runs(row)) for row in seen))
-        if position_ids is None or is_fake(position_ids):
+        if position_ids is None or not has_values(position_ids):
             return cls(num_tokens, whole)
         positions = position_ids.cpu()
         begins = positions[:, 1:] != positions[:, :-1] + 1

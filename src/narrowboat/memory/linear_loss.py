@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from narrowboat.errors import ModelError
-from narrowboat.memory.meter import GRADIENTS, LOSS, cause, standing_for
 from narrowboat.memory.tail import Tail
+from narrowboat.owner.causes import GRADIENTS, LOSS, cause
+from narrowboat.owner.values import has_values, some_of
 
 IGNORED = -100
 SCALED_TOKENS = 4096
@@ -123,11 +123,9 @@ class _LinearLoss(torch.autograd.Function):
         factors = grad.reshape(-1)
         if hidden_grad is not None:
             flat = hidden_grad.view(-1, hidden_grad.shape[-1])
-            starts = range(0, len(flat), SCALED_TOKENS)
-            for start in starts[:1] if is_fake(flat) else starts:  # in a forecast one part stands for all
+            for start in some_of(range(0, len(flat), SCALED_TOKENS), flat, first=1):
                 where = slice(start, start + SCALED_TOKENS)
-                with standing_for(len(starts) if is_fake(flat) else 1):
-                    flat[where].mul_(factors[where, None])  # computed in fp32, whatever the gradient's format
+                flat[where].mul_(factors[where, None])  # computed in fp32, whatever the gradient's format
         if grads:
             factor = _one_factor(factors, targets)
             grads = [g.mul_(factor) for g in grads]
@@ -136,7 +134,7 @@ class _LinearLoss(torch.autograd.Function):
 
 def _one_factor(factors: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """What all learnt positions' losses are multiplied by; gradients of norm and head are summed over them already."""
-    if is_fake(factors):
+    if not has_values(factors):
         return factors.sum()
     learnt = factors[targets >= 0]
     if learnt.numel() == 0:
@@ -156,14 +154,10 @@ def _pieces(targets: torch.Tensor, chunk_tokens: int, gather: bool) -> Iterator[
     """
     if gather:
         flat = targets.reshape(-1)
-        if is_fake(flat):  # a forecast has no values to ask: two chunks stand for all
-            index = torch.arange(len(flat), device=flat.device)
-            chunks = [part for part in (index[:chunk_tokens], index[chunk_tokens : 2 * chunk_tokens]) if len(part)]
-            for index, times in zip(chunks, (1.0, len(flat) / chunk_tokens - 1), strict=False):
-                with standing_for(times if len(index) == chunk_tokens else 1.0):
-                    yield 0, index
-            return
-        yield from ((0, index) for index in (flat >= 0).nonzero()[:, 0].split(chunk_tokens))
+        is_known = has_values(flat)  # a forecast takes all for learnt
+        learnt = (flat >= 0).nonzero()[:, 0] if is_known else torch.arange(len(flat), device=flat.device)
+        for start in some_of(range(0, len(learnt), chunk_tokens), flat, first=2):
+            yield 0, learnt[start : start + chunk_tokens]
         return
     num_tokens = targets.shape[1]
     for row in range(targets.shape[0]):
@@ -189,13 +183,16 @@ def _chunk_loss(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The chunk's losses and, with ``grads`` to add the parameters' gradients to, the gradient for ``hidden``."""
     if grads is None:
-        return _by_autograd(chunk, tail.logits(tail.norm(chunk.hidden[None]))), None
+        normed = tail.norm(chunk.hidden[None])
+        if tail.by_hand:
+            return _by_hand(chunk, normed[0], tail, wants_gradient=False)
+        return _by_autograd(chunk, tail.logits(normed)), None
     with torch.enable_grad():
         leaf = chunk.hidden.detach().requires_grad_()
         normed = tail.norm(leaf[None])  # [1, chunk, hidden]
         if tail.by_hand:
             outputs = normed
-            losses, seeds = _by_hand(chunk, normed.detach()[0], tail)
+            losses, seeds = _by_hand(chunk, normed.detach()[0], tail, wants_gradient=True)
         else:
             losses = _by_autograd(chunk, tail.logits(normed))
             outputs, seeds = losses.sum(), None
@@ -215,16 +212,19 @@ def _by_autograd(chunk: _Chunk, logits: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _by_hand(chunk: _Chunk, normed: torch.Tensor, tail: Tail) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_hand(
+    chunk: _Chunk, normed: torch.Tensor, tail: Tail, wants_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Losses ``[chunk]`` and the gradient for ``normed``, ``[1, chunk, hidden]``.
 
-    The gradient of the logits is their softmax minus one at the target, made in the logits' own storage.
+    The gradient of the logits is their softmax minus one at the target, made in the logits' own storage; without one
+    their exponentials are, so that evaluation holds no more than training does.
     """
     logits = F.linear(normed, tail.weight, tail.bias).float()  # [chunk, vocabulary]
     slope = None
     if tail.softcap is not None:
         logits.div_(tail.softcap).tanh_()
-        slope = 1 - logits * logits
+        slope = 1 - logits * logits if wants_gradient else None
         logits.mul_(tail.softcap)
     if chunk.measures is not None:
         chunk.measures.take(logits, chunk.target, chunk.where)
@@ -233,6 +233,8 @@ def _by_hand(chunk: _Chunk, normed: torch.Tensor, tail: Tail) -> tuple[torch.Ten
     at_target = logits.gather(1, index)
     total = logits.sub_(largest).exp_().sum(-1, keepdim=True)
     losses = chunk.weighted((total.log() + largest - at_target)[:, 0])
+    if not wants_gradient:
+        return losses, None
     weight = torch.ones_like(total) if chunk.weight is None else chunk.weight[:, None]
     gradient = logits.mul_(weight / total).scatter_add_(1, index, -weight)
     if slope is not None:

@@ -14,9 +14,9 @@ import torch
 from narrowboat.errors import AnatomyError
 from narrowboat.memory.kernels import Scores
 from narrowboat.memory.layout import Layout
-from narrowboat.memory.meter import KEYS_VALUES, cause
-from narrowboat.memory.offload import Room, Store
 from narrowboat.memory.schemes import Scheme
+from narrowboat.owner.causes import KEYS_VALUES, cause
+from narrowboat.owner.inputs import Room, Store
 
 
 class Link(Protocol):

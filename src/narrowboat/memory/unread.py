@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from narrowboat.memory.forwards import forward_of
+from narrowboat.model.forwards import forward_of
 
 Outcome = Sequence[torch.Tensor | None]
 

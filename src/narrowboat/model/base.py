@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -28,11 +28,16 @@ from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import Precision, name_of
 from narrowboat.model import embedded
 from narrowboat.model.anatomy import Anatomy
+from narrowboat.model.loading import Taker, one_at_a_time
 from narrowboat.model.packed import pack
 from narrowboat.model.quantize import describe_quantised, quantization_config, refuse_quantised_twice
 from narrowboat.options.schema import ModelOptions, Quantize
 from narrowboat.units import format_bytes
 
+FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""As safetensors names them."""
+
+GENERATION = "generation_config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -44,8 +49,22 @@ TOKENIZER_FILES = (
 )
 
 
-def load_base(options: ModelOptions, precision: Precision, device: torch.device, tell: Tell) -> tuple[Any, Any]:
-    """The causal language model that ``options.name`` names, on ``device`` in ``precision.base``, and its tokenizer.
+def load_base(
+    options: ModelOptions,
+    precision: Precision,
+    device: torch.device,
+    tell: Tell,
+    taker: Taker | None = None,
+) -> tuple[Any, Any]:
+    """The causal language model that ``options.name`` names, in ``precision.base``, and its tokenizer.
+
+    Args:
+        options: the run's.
+        precision: number formats.
+        device: where the model goes if nobody lays its weights down.
+        tell: hears notices.
+        taker: takes each weight over as soon as it is read and, if that is asked for, quantised; with it the next is
+            read only then, so that no more than one is on its way. Without it all go to ``device``.
 
     Raises:
         ModelError: there is no such model, it has no weights, some are missing or damaged, or it is not a causal one.
@@ -55,20 +74,16 @@ def load_base(options: ModelOptions, precision: Precision, device: torch.device,
     tokenizer = load_tokenizer(options.name, tell)
     empty = empty_base(config, precision.base.dtype, options.name, options.quantize)
     check_weights(options.name, tell)
-    place: dict[str, Any] = {} if device.type == "cpu" and options.quantize == "none" else {"device_map": {"": device}}
+    on_the_way = torch.device("cpu") if taker else device
+    place: dict[str, Any] = {}
+    if on_the_way.type != "cpu" or options.quantize != "none":
+        place["device_map"] = {"": on_the_way}
     if quantization := quantization_config(options.quantize, precision.base.dtype):
         place["quantization_config"] = quantization
+    place |= {"config": config, "dtype": precision.base.dtype, "attn_implementation": empty.config._attn_implementation}
     try:
         with quiet():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                _source(options.name, tell),
-                config=config,
-                dtype=precision.base.dtype,
-                attn_implementation=empty.config._attn_implementation,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, with their names
-                **place,
-            )
+            model, found = _load(model_folder(options.name, tell), taker, place)
     except torch.OutOfMemoryError:
         size = sum(p.numel() * p.element_size() for p in empty.parameters())
         free = device_memory(device).free_bytes
@@ -83,6 +98,35 @@ def load_base(options: ModelOptions, precision: Precision, device: torch.device,
         tell(Notice(f"{options.name}: {describe_quantised(model)}."))
     model.config.use_cache = False
     return model, tokenizer
+
+
+def _load(folder: Path, taker: Taker | None, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The model in ``folder``, and what transformers says of its weights, of which nothing is refused here."""
+    settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    files = [folder / file for file in weight_files(folder)]
+    if taker is None:
+        return AutoModelForCausalLM.from_pretrained(str(folder), **settings)
+    with one_at_a_time(files, settings["dtype"], taker) as weights:
+        if weights is None:
+            return AutoModelForCausalLM.from_pretrained(str(folder), **settings)
+        kind = AutoModelForCausalLM._model_mapping[type(settings["config"])]
+        model, found = kind.from_pretrained(None, state_dict=weights, **settings)
+    model.name_or_path = model.config.name_or_path = str(folder)  # an adapter remembers it
+    if model.can_generate() and (folder / GENERATION).exists():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return model, found
+
+
+def stored_dtype(name: str, config: Any) -> torch.dtype | None:
+    """The format of the weights in the files of ``name``, or what its ``config`` says of models that are not here."""
+    stated = getattr(config, "dtype", None)
+    folder = Path(name).expanduser()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return stated if isinstance(stated, torch.dtype) else None
+    with safe_open(files[0], framework="pt") as weights:
+        kinds = [weights.get_slice(key).get_dtype() for key in weights.keys()]  # noqa: SIM118
+    return next((FORMATS[kind] for kind in kinds if kind in FORMATS), None)
 
 
 def weight_reader(name: str, tell: Tell) -> Callable[[str], torch.Tensor]:

@@ -1,12 +1,13 @@
 """A base model's gaze: how much attention some tokens of a text pay to stretches of the text before them.
 
 The text goes through the model once, in pieces, with keys and values kept: so many bytes as generating would take, and
-one layer's attention of a few queries. The model is loaded when it is first asked, and let go at the end.
+one layer's attention of a few queries. The model is opened when it is first asked, and closed at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from inspect import signature
 from types import TracebackType
 from typing import Any
@@ -30,11 +31,11 @@ class Gaze:
     "attention sinks").
 
     Args:
-        load: gives the causal language model.
+        opened: a context with the causal language model.
     """
 
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._load = load
+    def __init__(self, opened: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._opened, self._stack = opened, ExitStack()
         self._model: Any = None
 
     @torch.no_grad()
@@ -43,12 +44,14 @@ class Gaze:
     ) -> NDArray[np.float64]:
         """The attention that tokens ``answer[0]:answer[1]`` pay to each of ``spans``."""
         if self._model is None:
-            self._model = self._load().eval()
+            self._model = self._stack.enter_context(self._opened()).eval()
         model, (start, end) = self._model, answer
         ids = torch.from_numpy(input_ids[None, :end].astype(np.int64)).to(model.device)
         mass = torch.zeros(end, dtype=torch.float64)
         cache = DynamicCache()  # without a configuration: a sliding window's keys are kept as well
-        name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # its name until 5.23
+        name = (
+            "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
+        )  # its name until 5.23
 
         def run(first: int, last: int) -> None:
             model(ids[:, first:last], use_cache=True, logits_to_keep=1, **{name: cache})
@@ -75,6 +78,7 @@ class Gaze:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._model = None
+        self._stack.close()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

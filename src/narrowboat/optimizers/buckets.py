@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from narrowboat.machine.precision import with_parts
 
 BUCKET_BYTES = 32 * 2**20
 """Of weights in a bucket whose states rest on the host."""
@@ -140,11 +141,11 @@ def _move(bucket: torch.optim.Optimizer, device: torch.device | None = None) -> 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Through pinned memory where one end is a card, so that the copy needs no waiting."""
-    if is_traceable_wrapper_subclass(tensor):  # quantised: its table of values is shared and stays
-        names, context = tensor.__tensor_flatten__()
-        parts = {name: getattr(tensor, name) for name in names}
-        moved = {name: part if name == "qmap" else _copy(part, device) for name, part in parts.items()}
-        return type(tensor).__tensor_unflatten__(moved, context, tensor.shape, tensor.stride())
+    table = getattr(tensor, "qmap", None)  # of values, shared by many quantised tensors: it stays
+    return with_parts(tensor, lambda part: part if part is table else _copy_part(part, device))
+
+
+def _copy_part(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.device == device:
         return tensor.clone()
     if device.type == "cpu" and tensor.is_cuda:

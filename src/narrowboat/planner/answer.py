@@ -84,7 +84,9 @@ def bytes_of(forecast: Forecast) -> dict[str, Any]:
         "device_bytes": forecast.device_bytes,
         "host_bytes": forecast.host_bytes,
         "disk_bytes": forecast.disk_bytes,
+        "file_bytes": forecast.file_bytes,
         "by_cause": forecast.by_cause,
+        "phases": forecast.phases,
     }
 
 

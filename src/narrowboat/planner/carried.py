@@ -19,11 +19,11 @@ from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
 from narrowboat.errors import BudgetError
 from narrowboat.memory.carry.carrier import Carrier
-from narrowboat.memory.meter import Meter, Reading
 from narrowboat.model.adapters import adapt
 from narrowboat.model.base import empty_base, give_fake_tensors
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import Options
+from narrowboat.owner.meter import Meter, Reading
 from narrowboat.plan import MemoryPlan
 from narrowboat.units import format_bytes
 

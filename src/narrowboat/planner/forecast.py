@@ -8,26 +8,27 @@ moment by moment and operator by operator, and the largest one is the peak. Seco
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from narrowboat.memory import attention
-from narrowboat.memory.meter import BASE_WEIGHTS
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.base import empty_base
+from narrowboat.model.packed import QUANTISING_BYTES, PackedLinear
 from narrowboat.model.ranks import adapters_by_layer, for_some_layers
 from narrowboat.optimizers.build import build_optimizer
+from narrowboat.optimizers.driving import AVERAGING
 from narrowboat.options.schema import Options
-from narrowboat.plan import MemoryPlan, Place
-from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Work
-from narrowboat.planner.rehearsal import Part, Rehearsal, Trace, cut_to
+from narrowboat.owner.causes import BASE_WEIGHTS
+from narrowboat.plan import MemoryPlan
+from narrowboat.planner.recorder import Work
+from narrowboat.planner.rehearsal import EVALUATION, STEP, Rehearsal, Trace, cut_to
 from narrowboat.planner.sample import Sample, sample_layers, whole_sample
+from narrowboat.planner.whole import Whole, carry_on, total
 
 WHOLE_UNIT = 512
 """Tokens between two rehearsed lengths of a plan without tiles."""
@@ -42,12 +43,17 @@ class Workload:
         options: the run's.
         dtype: of the base weights.
         on_card: whether it runs on a card, whose operators take more for themselves than a CPU's.
+        stored: format of the weights in the model's files, where they are used as they lie if it is ``dtype``; None if
+            that is not known.
+        trains: whether steps are taken; else rows are only evaluated.
     """
 
     config: Any
     options: Options
     dtype: torch.dtype
     on_card: bool = False
+    stored: torch.dtype | None = None
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,8 @@ class Forecast:
     """What a step over ``num_rows`` rows of ``num_tokens`` tokens takes under ``plan``.
 
     ``by_cause`` holds the device's bytes at its peak; host and disk have peaks of their own. ``weights_away_bytes`` is
-    what of those are weights.
+    what of those are weights, ``file_bytes`` those that stay pages of the model's own files. ``phases`` is the device's
+    peak in each phase of a run, where that was asked for.
     """
 
     plan: MemoryPlan
@@ -67,6 +74,8 @@ class Forecast:
     by_cause: dict[str, int]
     work: Work
     weights_away_bytes: int = 0
+    file_bytes: int = 0
+    phases: dict[str, int] = field(default_factory=dict)
     seconds: float | None = None
 
 
@@ -95,19 +104,81 @@ class Forecaster:
             many: many lengths will be asked for: rehearse three and carry on from them.
             in_full: rehearse every layer over the whole row instead of carrying on: slow, and the same.
         """
-        if self.work.on_card and plan.weights == "disk":  # they come by copies, as from host memory
-            from_host = self.forecast(plan.model_copy(update={"weights": "host"}), num_tokens, num_rows, many)
-            resting = from_host.weights_away_bytes
-            host, disk = from_host.host_bytes - resting, from_host.disk_bytes + resting
-            return replace(from_host, plan=plan, host_bytes=host, disk_bytes=disk)
+        near = self._near(plan)
+        found = _forecast(self._whole(near, num_tokens, num_rows, many, in_full), plan, num_rows, num_tokens)
+        if plan.weights != "disk":
+            return found
+        resting, in_file = found.weights_away_bytes, self._mapped_bytes
+        if near != plan:
+            found = replace(found, host_bytes=found.host_bytes - resting, disk_bytes=found.disk_bytes + resting)
+        return replace(found, disk_bytes=found.disk_bytes - in_file, file_bytes=in_file)
+
+    def phases(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
+        """The device's peak in each phase of a run."""
+        near = self._near(plan)
+        evaluation = self._whole(near, num_tokens, num_rows, work=EVALUATION)
+        if not self.work.trains:
+            loading = self._loading(total(evaluation.rest, "device"), evaluation.resting_weights)
+            return {"loading": loading, "evaluation": total(evaluation.peak("device"), "device")}
+        step = self._whole(near, num_tokens, num_rows)
+        resting = total(step.after, "device")
+        return {
+            "loading": self._loading(step.before_the_first_step, step.resting_weights),
+            "first step": step.first_step,
+            "step": total(step.peak("device"), "device"),
+            "evaluation": step.evaluated(evaluation, self.work.options.optimizer.name in AVERAGING),
+            "saving": resting,
+            "leaving": resting,
+        }
+
+    def _near(self, plan: MemoryPlan) -> MemoryPlan:
+        """The plan to rehearse: to a card weights come from a disk by copies, as from host memory."""
+        from_disk = self.work.on_card and plan.weights == "disk"
+        return plan.model_copy(update={"weights": "host"}) if from_disk else plan
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Of the weights of the largest layer, which has to be on a card as a whole."""
+        return max(sum(p.nbytes for p in layer.module.parameters()) for layer in self._layers)
+
+    def _loading(self, loaded_bytes: int, weight_bytes: int) -> int:
+        """The peak while the last weight is read, or later, when a loss looks at what the head does to one token: its
+        logits twice in float32 and once as they come.
+        """
+        itemsize, quantize = self.work.dtype.itemsize, self.work.options.model.quantize
+        cast = itemsize if itemsize < 4 and quantize == "int4_weight" else 0
+        linears = [m.in_features * m.out_features for m in self._base.modules() if isinstance(m, PackedLinear)]
+        reading = int((QUANTISING_BYTES[quantize] + cast) * max(linears, default=0))
+        looking = Anatomy.of(self._base).vocab_size * (8 + (itemsize if itemsize < 4 else 0))
+        return max(weight_bytes + reading, loaded_bytes + looking)
+
+    @cached_property
+    def _mapped_bytes(self) -> int:
+        """Of weights that may rest where they lie in the model's files: not cast, quantised or put together anew."""
+        if self.work.stored != self.work.dtype or self.work.options.model.quantize != "none":
+            return 0
+        anatomy = Anatomy.of(self._base)
+        units = [*(layer.module for layer in anatomy.layers), anatomy.head, anatomy.embedding]
+        weights = {id(p): p for unit in units for p in unit.parameters()}
+        return sum(p.nbytes for p in weights.values() if p.dim() < 3)  # experts are stored one by one
+
+    def _whole(
+        self,
+        plan: MemoryPlan,
+        num_tokens: int,
+        num_rows: int,
+        many: bool = False,
+        in_full: bool = False,
+        work: str = "",
+    ) -> Whole:
+        """The whole model's step, or ``EVALUATION``, put together."""
+        work = work or (STEP if self.work.trains else EVALUATION)
         if in_full:
             everything = whole_sample(len(self._layers), plan)
-            return _Whole(self._trace(everything, num_rows, num_tokens), everything).forecast(
-                plan, num_rows, num_tokens
-            )
+            return Whole(self._trace(work, everything, num_rows, num_tokens), everything)
         sample = sample_layers(self._layers, plan, self._adapters)
         if not many:
-            return _Whole(self._trace(sample, num_rows, num_tokens), sample).forecast(plan, num_rows, num_tokens)
+            return Whole(self._trace(work, sample, num_rows, num_tokens), sample)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
         windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]
         if plan.layers == "stream" and num_tokens > attention.KEYS_AT_ONCE:
@@ -116,17 +187,17 @@ class Forecaster:
         first = max(2, -(-steady // unit) - 1) * unit + num_tokens % unit  # a first, a last and a middle tile
         lengths = [first, first + unit, first + 2 * unit]
         if num_tokens <= lengths[-1]:
-            trace = self._trace(sample, num_rows, num_tokens)
+            trace = self._trace(work, sample, num_rows, num_tokens)
         else:
-            trace = carry_on([self._trace(sample, num_rows, t) for t in lengths], (num_tokens - first) // unit)
-        return _Whole(trace, sample).forecast(plan, num_rows, num_tokens)
+            trace = carry_on([self._trace(work, sample, num_rows, t) for t in lengths], (num_tokens - first) // unit)
+        return Whole(trace, sample)
 
-    def _trace(self, sample: Sample, num_rows: int, num_tokens: int) -> Trace:
-        key = (sample.picked, sample.plan, num_rows, num_tokens)
+    def _trace(self, work: str, sample: Sample, num_rows: int, num_tokens: int) -> Trace:
+        key = (work, sample.picked, sample.plan, num_rows, num_tokens)
         if key not in self._traces:
             if sample.picked not in self._rehearsals:
                 self._rehearsals[sample.picked] = self._rehearsal(sample.picked)
-            self._traces[key] = self._rehearsals[sample.picked].run(sample.plan, num_rows, num_tokens)
+            self._traces[key] = self._rehearsals[sample.picked].run(work, sample.plan, num_rows, num_tokens)
         return self._traces[key]
 
     def _empty(self) -> Any:
@@ -138,95 +209,23 @@ class Forecaster:
         cut_to(model, picked)
         lora = for_some_layers(self._base, options.lora, picked)
         adapted = adapt(model, lora, lambda event: None).model
-        return Rehearsal(
-            adapted, partial(build_optimizer, options.optimizer), options.optimizer.clip_norm, self.work.on_card
-        )
+        build = partial(build_optimizer, options.optimizer) if self.work.trains else None
+        return Rehearsal(adapted, build, options.optimizer.clip_norm, self.work.on_card)
 
 
-def carry_on(traces: Sequence[Trace], num_units: int) -> Trace:
-    """The trace ``num_units`` units after the first of three that are one unit apart.
-
-    Bytes and calls go on in a straight line through the last two; arithmetic, since every token meets all earlier ones,
-    in the parabola through all three.
-    """
-    _, second, third = traces
-    further = num_units - 1
-
-    def line(a: Bytes, b: Bytes) -> Bytes:
-        return {slot: a.get(slot, 0) + further * (b.get(slot, 0) - a.get(slot, 0)) for slot in a.keys() | b.keys()}
-
-    parts = {}
-    for moment, part in third.parts.items():
-        before = second.parts[moment]
-        parts[moment] = Part(
-            {key: line(before.peaks.get(key, alive), alive) for key, alive in part.peaks.items()},
-            line(before.left, part.left),
-            _parabola([trace.parts[moment].work for trace in traces], num_units),
-        )
-    return Trace(line(second.rest, third.rest), parts, third.layers)
-
-
-def _parabola(works: Sequence[Work], x: int) -> Work:
-    counts = zip(*(work.counts for work in works), strict=True)
-    every = Work(*(a + x * (b - a) + x * (x - 1) // 2 * (c - 2 * b + a) for a, b, c in counts))
-    return replace(every, calls=works[1].calls + (x - 1) * (works[2].calls - works[1].calls))
-
-
-class _Whole:
-    """The step of the whole model, put together from a sample's moments."""
-
-    def __init__(self, trace: Trace, sample: Sample) -> None:
-        place_of = {label: i for i, label in enumerate(sample.sample_labels)}
-        layers = [place_of[label] for label in sample.labels]
-        further = Counter(layers) - Counter(place_of.values())
-        self._rest = _sum([trace.rest, *(_times(trace.layers[i], count) for i, count in further.items())])
-        forward, backward = [(FORWARD, i) for i in layers], [(BACKWARD, i) for i in reversed(layers)]
-        order = [(START, 0), *forward, (LOSS, 0), *backward, (UPDATE, 0)]
-        self._parts = [trace.parts[moment] for moment in order if moment in trace.parts]
-        self._busy = [
-            trace.parts[moment] for moment in order[1:-1] if moment in trace.parts
-        ]  # the rest is milliseconds
-
-    def forecast(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Forecast:
-        """Each place's peak; the causes are the device's."""
-        device, host, disk = (self._peak(place) for place in ("device", "host", "disk"))
-        by_cause = {name: size for (name, place), size in device.items() if place == "device" and size}
-        return Forecast(
-            plan=plan,
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-            device_bytes=_total(device, "device"),
-            host_bytes=_total(host, "host"),
-            disk_bytes=_total(disk, "disk"),
-            by_cause=dict(sorted(by_cause.items(), key=lambda item: -item[1])),
-            work=sum((part.work for part in self._busy), Work()),
-            weights_away_bytes=sum(
-                size for (name, place), size in self._rest.items() if name == BASE_WEIGHTS and place != "device"
-            ),
-        )
-
-    def _peak(self, place: Place) -> Bytes:
-        """What is alive when most is alive at ``place``."""
-        alive, best = self._rest, self._rest
-        for part in self._parts:
-            at_place = (above for (where, *_), above in part.peaks.items() if where == place)
-            highest = _sum([alive, max(at_place, key=lambda above: _total(above, place))])
-            best = max(best, highest, key=lambda bytes_: _total(bytes_, place))
-            alive = _sum([alive, part.left])
-        return best
-
-
-def _sum(parts: Iterable[Bytes]) -> Bytes:
-    total: Bytes = defaultdict(int)
-    for part in parts:
-        for slot, size in part.items():
-            total[slot] += size
-    return total
-
-
-def _times(part: Bytes, count: int) -> Bytes:
-    return {slot: size * count for slot, size in part.items()}
-
-
-def _total(alive: Bytes, place: Place) -> int:
-    return sum(size for (_, where), size in alive.items() if where == place)
+def _forecast(whole: Whole, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Forecast:
+    """Each place's peak; the causes are the device's."""
+    device = whole.peak("device")
+    by_cause = {name: size for (name, where), size in device.items() if where == "device" and size}
+    away = (size for (name, where), size in whole.rest.items() if name == BASE_WEIGHTS and where != "device")
+    return Forecast(
+        plan=plan,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        device_bytes=total(device, "device"),
+        host_bytes=total(whole.peak("host"), "host"),
+        disk_bytes=total(whole.peak("disk"), "disk"),
+        by_cause=dict(sorted(by_cause.items(), key=lambda item: -item[1])),
+        work=whole.work,
+        weights_away_bytes=sum(away),
+    )

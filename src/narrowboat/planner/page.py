@@ -7,6 +7,7 @@ answer for every setting without asking again.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 from narrowboat.errors import MachineError
 from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan
-from narrowboat.planner.forecast import Workload
 from narrowboat.planner.search import Search
 from narrowboat.planner.target import Limits
 
@@ -84,8 +84,7 @@ def _lines(search: Search, rungs: tuple[MemoryPlan, ...]) -> list[list[dict[str,
 def _variant(search: Search, options: Options) -> Search:
     if options == search.work.options:
         return search
-    work = search.work
-    return Search(Workload(work.config, options, work.dtype, work.on_card), search.target)
+    return Search(replace(search.work, options=options), search.target)
 
 
 def _quantized(options: Options, name: str) -> Options:

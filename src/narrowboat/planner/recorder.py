@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from narrowboat.machine.precision import parts_of
-from narrowboat.memory.meter import WORKING_SET, Meter, repeats
-from narrowboat.plan import Place
-
-Slot = tuple[str, Place]
-"""A cause and where its bytes lie."""
+from narrowboat.owner.causes import WORKING_SET, Where
+from narrowboat.owner.meter import Meter, Slot
+from narrowboat.owner.values import repeats
 
 Bytes = dict[Slot, int]
 Moment = tuple[str, int]
@@ -103,7 +101,7 @@ class Recorder(Meter):
         self._moment = (name, layer)
         self._last.clear()
         self.begun[self._moment] = self.alive()
-        for place in ("device", "host", "disk"):
+        for place in get_args(Where):
             self._note(place)
 
     def end(self) -> None:
@@ -125,10 +123,10 @@ class Recorder(Meter):
 
     def _add(self, slot: Slot, num_bytes: int) -> None:
         super()._add(slot, num_bytes)
-        if self._moment is not None:
+        if self._moment is not None and num_bytes > 0:
             self._note(slot[1])
 
-    def _note(self, place: Place, inside_bytes: int = 0) -> None:
+    def _note(self, place: Where, inside_bytes: int = 0) -> None:
         total = sum(size for slot, size in self._live.items() if slot[1] == place) + inside_bytes
         key = (place, *self._last)
         if total > self._totals.get((self._moment, key), -1):

@@ -19,11 +19,15 @@ from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
 from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.model.base import give_fake_tensors
+from narrowboat.model.leaves import frozen_leaves
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.fakes import RememberingFakeMode
 from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Moment, Recorder, Slot, Work
 
 FIRST_TOKENS = 8
+
+STEP, EVALUATION = "step", "evaluation"
+"""What may be rehearsed."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Trace:
-    """One step, by moment.
+    """One step or one evaluation, by moment.
 
     Attributes:
-        rest: alive before the step.
+        rest: alive before it.
         parts: its moments.
-        layers: for each layer its weights, gradients and states.
+        layers: for each layer its weights, gradients, states and copies of them.
+        states: of those the states and all copies, which the first step does not find yet.
+        copies: of those the copies of states, which the first step does not make.
     """
 
     rest: Bytes
     parts: dict[Moment, Part]
     layers: list[Bytes]
+    states: list[Bytes]
+    copies: list[Bytes]
 
 
 class Rehearsal:
@@ -61,7 +69,7 @@ class Rehearsal:
 
     Args:
         model: on ``meta``, with its adapter.
-        build_optimizer: over the model's named parameters.
+        build_optimizer: over the model's named parameters; None for a model that only evaluates.
         clip_norm: the engine's.
         on_card: count what a card's operators take for themselves as well.
     """
@@ -69,7 +77,7 @@ class Rehearsal:
     def __init__(
         self,
         model: nn.Module,
-        build_optimizer: Callable[[Any], torch.optim.Optimizer],
+        build_optimizer: Callable[[Any], torch.optim.Optimizer] | None,
         clip_norm: float,
         on_card: bool = False,
     ) -> None:
@@ -79,18 +87,19 @@ class Rehearsal:
             give_fake_tensors(model)
         with self._fakes, self._recorder:
             self._recorder.watch_model(model)
-            self._optimizer = build_optimizer(model.named_parameters())
+            self._optimizer = build_optimizer(model.named_parameters()) if build_optimizer else None
             self._engine = Engine(model, self._optimizer, MemoryPlan(layers="keep"), pad_id=0, clip_norm=clip_norm)
             self._engine.__enter__()  # for good: the model is the rehearsal's own
-            for _ in range(2):  # the optimizer makes its states, the engine what could take them back
-                self._step(self._engine.plan, 1, FIRST_TOKENS)
+            for _ in range(2 if self._optimizer else 0):  # its states are made, and what could take them back
+                self._work(STEP, self._engine.plan, 1, FIRST_TOKENS)
 
-    def run(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Trace:
-        """One step over a micro-batch ``[num_rows, num_tokens]``."""
+    def run(self, work: str, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Trace:
+        """One ``STEP`` or ``EVALUATION`` over a micro-batch ``[num_rows, num_tokens]``."""
         recorder = self._recorder
         recorder.forget()
         with self._fakes, recorder, self._moments():
-            layers = self._step(plan, num_rows, num_tokens)
+            self._work(work, plan, num_rows, num_tokens)
+            own = [self._own(layer.module) for layer in self._anatomy.layers]
         order = list(recorder.begun)
         ends = [recorder.begun[after] for after in order[1:]] + [recorder.alive()]
         parts = {}
@@ -98,17 +107,18 @@ class Rehearsal:
             begun = recorder.begun[moment]
             peaks = {key: minus(alive, begun) for key, alive in recorder.peaks[moment].items()}
             parts[moment] = Part(peaks, minus(end, begun), sum(recorder.work[moment], Work()))
-        return Trace(recorder.begun[START, 0], parts, layers)
+        return Trace(recorder.begun[START, 0], parts, *(list(kind) for kind in zip(*own, strict=True)))
 
-    def _step(self, plan: MemoryPlan, num_rows: int, num_tokens: int) -> list[Bytes]:
-        """Take a step; for each layer what belongs to it between steps."""
+    def _work(self, work: str, plan: MemoryPlan, num_rows: int, num_tokens: int) -> None:
         zeros = np.zeros(num_tokens, dtype=np.int32)
         rows = [Row(zeros, zeros, (num_tokens,))] * num_rows
         self._engine.replan(plan.model_copy(update={"micro_batch_tokens": num_rows * num_tokens}))
         self._recorder.begin(START)
-        self._engine.step(rows, 1e-4, seed=0, after_micro_batch=lambda: self._recorder.begin(UPDATE))
+        if work == EVALUATION:
+            self._engine.evaluate(rows)
+        else:
+            self._engine.step(rows, 1e-4, seed=0, after_micro_batch=lambda: self._recorder.begin(UPDATE))
         self._recorder.end()
-        return [self._own(layer.module) for layer in self._anatomy.layers]
 
     @contextmanager
     def _moments(self) -> Iterator[None]:
@@ -139,13 +149,20 @@ class Rehearsal:
         if output.requires_grad:  # no gradient comes to what lies before the first adapter
             output.register_hook(lambda _: self._recorder.begin(BACKWARD, layer))
 
-    def _own(self, layer: nn.Module) -> Bytes:
+    def _own(self, layer: nn.Module) -> tuple[Bytes, Bytes, Bytes]:
+        """What belongs to a layer between steps; of that states and copies; of that copies of states."""
         parameters = list(layer.parameters())
-        grads = [p.grad for p in parameters if p.grad is not None]
-        states = [t for p in parameters for t in self._optimizer.state.get(p, {}).values()]
-        tensors = [p.data for p in parameters] + list(layer.buffers()) + grads
-        tensors += [copy for p in parameters for copy in self._engine.undo.copies_of(p)]
-        return self._recorder.of(tensors + [t for t in states if isinstance(t, torch.Tensor)])
+        tensors = [leaf.tensor for leaf in frozen_leaves(layer, set())] + list(layer.buffers())
+        tensors += [p for p in parameters if p.requires_grad] + [p.grad for p in parameters if p.grad is not None]
+        states = [t for p in parameters for t in self._states(p)]
+        copies = [copy for p in parameters for copy in self._engine.undo.copies_of(p)]
+        of_states = [copy for p in parameters for copy in self._engine.undo.copies_of(p)[1:]]
+        of = self._recorder.of
+        return of(tensors + states + copies), of(states + copies), of(of_states)
+
+    def _states(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        states = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+        return [value for value in states.values() if isinstance(value, torch.Tensor)]
 
 
 def cut_to(model: nn.Module, picked: tuple[int, ...]) -> None:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from narrowboat.errors import BudgetError
-from narrowboat.options.schema import Options
+from narrowboat.owner.causes import WORKING_SET
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.cost import seconds
 from narrowboat.planner.forecast import Forecast, Forecaster, Workload
 from narrowboat.planner.ladder import Wanted, ladder
-from narrowboat.planner.target import Limits, Target, target_here
+from narrowboat.planner.target import Limits, Target
 from narrowboat.units import format_bytes
 
 LOOK_AHEAD = 1
@@ -50,6 +47,15 @@ class Search:
             seconds=None if rates is None else seconds(bare.work, rates, self.target.on_card),
         )
 
+    def in_every_phase(self, found: Forecast) -> Forecast:
+        """The same with the peak of each phase; the highest is what the device has to hold."""
+        bare = self._forecaster.phases(found.plan, found.num_tokens, found.num_rows)
+        phases = {name: size + self.target.margin.of(size) for name, size in bare.items()}
+        device_bytes = max(found.device_bytes, *phases.values())
+        more = device_bytes - found.device_bytes
+        by_cause = found.by_cause | ({WORKING_SET: found.by_cause.get(WORKING_SET, 0) + more} if more else {})
+        return replace(found, phases=phases, device_bytes=device_bytes, by_cause=by_cause)
+
     def choose(self, num_tokens: int, limits: Limits, shorter: MemoryPlan | None = None) -> Forecast:
         """The fastest plan for a row of ``num_tokens``.
 
@@ -67,7 +73,10 @@ class Search:
             if limits.allow(found):
                 near = (self.forecast(other, num_tokens) for other in rungs[i + 1 : i + 1 + LOOK_AHEAD])
                 fitting = [found, *(other for other in near if limits.allow(other))]
-                return min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.seconds or 0)
+                best = min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.seconds or 0)
+                found = self.in_every_phase(best)
+                if limits.allow(found):
+                    return found
         raise BudgetError(self._refusal(found, limits))
 
     def from_here_down(self, plan: MemoryPlan) -> tuple[MemoryPlan, ...]:
@@ -96,7 +105,7 @@ class Search:
                 break
         if best is None:
             raise BudgetError(self._refusal(self.forecast(self.rungs[-1], LENGTH_STEP), limits))
-        return self._keep_layers(best, limits)
+        return self.in_every_phase(self._keep_layers(best, limits))
 
     def _longest(self, plan: MemoryPlan, limits: Limits, mark: int) -> int:
         """Tokens of the longest row that ``plan`` fits in, in whole steps, if that is ``mark`` or more."""
@@ -143,17 +152,20 @@ class Search:
             if not all(limits.allow(forecast) for forecast in full):
                 break
             tokens, highest = 2 * tokens, max(found, *full, key=lambda forecast: forecast.device_bytes)
-        return replace(highest, plan=found.plan.model_copy(update={"micro_batch_tokens": tokens}))
+        together = replace(highest, plan=found.plan.model_copy(update={"micro_batch_tokens": tokens}))
+        return self.in_every_phase(together)
 
     def _refusal(self, thriftiest: Forecast, limits: Limits) -> str:
         largest_parts = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in list(thriftiest.by_cause.items())[:3]
         )
         where = _where_it_fails(thriftiest, limits)
+        layer_bytes = self._forecaster.layer_bytes
+        layer = f" Its largest layer takes {format_bytes(layer_bytes)}." if layer_bytes > limits.device_bytes else ""
         return (
             f"The thriftiest exact plan ({thriftiest.plan.describe()}) peaks at "
             f"{format_bytes(thriftiest.device_bytes)} for a row of {thriftiest.num_tokens:,} tokens; {where}. "
-            f"Largest parts: {largest_parts}."
+            f"Largest parts: {largest_parts}.{layer}"
         )
 
 
@@ -180,9 +192,3 @@ def largest(limit: int, fits: Callable[[int], bool], first: int = 1) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def search_here(options: Options, config: Any, dtype: torch.dtype, device: torch.device) -> Search:
-    """Plans for a run with ``options`` on this machine."""
-    work = Workload(config, options, dtype, device.type == "cuda")
-    return Search(work, target_here(device, dtype), options.memory.plan)

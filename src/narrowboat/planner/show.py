@@ -34,6 +34,8 @@ def show(answer: Answer, title: str, console: Console) -> None:
     console.print(Text(f"{title}, {best.num_tokens:,} tokens: {verdict}", style="bold"))
     console.print(best.plan.describe() + _where_else(best) + _time(best))
     console.print(Group(bar(best, answer.limits), legend(best)))
+    if best.phases:
+        console.print("Peaks: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in best.phases.items()))
     if answer.lengths:
         console.print(_table("Other lengths", answer.lengths, answer.limits))
     if answer.alternatives:

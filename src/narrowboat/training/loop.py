@@ -83,7 +83,7 @@ def run(
 def _step(recovery: Recovery, course: Course, options: Options, position: Position, tell: Tell) -> Position:
     engine, gauge, step = recovery.engine, recovery.gauge, position.step + 1
     began = time.monotonic()
-    gauge.reset_peak()
+    gauge.begin("step" if "first step" in gauge.by_phase else "first step")
     rows = [course.rows[i] for i in course.schedule[position.step + position.num_passed_over]]
     rate = learning_rate(options.optimizer, step, course.num_steps)
     seed = _step_seed(options.train.seed, step)
@@ -93,6 +93,7 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
         return after_bad_step(recovery, rows, outcome, position, options.optimizer.max_skipped, tell)
     loss, norm = recovery.run(lambda: (float(outcome.loss), float(outcome.gradient_norm)), rows, step)
     recovery.run(partial(_check, engine, outcome, step, rate), rows, step)
+    gauge.read()
     tell(
         StepDone(
             step=step,
@@ -104,7 +105,7 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
             num_supervised_tokens=outcome.num_supervised,
             num_micro_batches=outcome.num_micro_batches,
             seconds=time.monotonic() - began,
-            peak_bytes=gauge.peak_bytes(),
+            peak_bytes=gauge.peak_bytes,
             budget_bytes=gauge.budget_bytes,
             num_skipped=position.num_skipped,
         )
@@ -130,6 +131,7 @@ def _evaluate(recovery: Recovery, course: Course, step: int, tell: Tell) -> floa
     if not len(course.heldout):
         return None
     began = time.monotonic()
+    recovery.gauge.begin("evaluation")
     total, num_supervised = 0.0, 0
     for start in range(0, len(course.heldout), EVALUATED_ROWS):
         numbers = range(start, min(start + EVALUATED_ROWS, len(course.heldout)))
@@ -145,6 +147,7 @@ def _evaluate(recovery: Recovery, course: Course, step: int, tell: Tell) -> floa
 def _save(recovery: Recovery, position: Position, folder: Path, options: Options, tell: Tell) -> CheckpointSaved:
     engine = recovery.engine
     assert engine.optimizer is not None
+    recovery.gauge.begin("saving")
     if engine.scale is not None:
         position = replace(position, scale={"value": engine.scale.value, "num_good": engine.scale.num_good})
     carry, keep = None if engine.carrying is None else engine.carrying.state_dict(), options.train.keep_checkpoints

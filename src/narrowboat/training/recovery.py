@@ -18,9 +18,9 @@ import torch
 from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
 from narrowboat.errors import OutOfMemory
-from narrowboat.events import PlanChanged, Tell
-from narrowboat.memory.gauge import Gauge
-from narrowboat.memory.meter import ADAPTERS, BASE_WEIGHTS, GRADIENTS, OPTIMIZER_STATES
+from narrowboat.events import Notice, PlanChanged, Tell
+from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, GRADIENTS, OPTIMIZER_STATES
+from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.training.governor import Governor, Memory
 from narrowboat.units import format_bytes
@@ -58,7 +58,6 @@ class Recovery:
 
     def __init__(self, engine: Engine, gauge: Gauge, governor: Governor, tell: Tell) -> None:
         self.engine, self.gauge, self.governor, self._tell = engine, gauge, governor, tell
-        self._apply()
 
     def run(self, work: Callable[[], Result], rows: Sequence[Row], step: int) -> Result:
         """``work()``, which goes through ``rows`` in step ``step``; again after each time that memory ran out.
@@ -69,6 +68,7 @@ class Recovery:
         random, num_same = _random_state(), 0
         for attempt in itertools.count():
             try:
+                self._apply()
                 return work()
             except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
                 failure = failure_of(error)
@@ -76,36 +76,48 @@ class Recovery:
                     raise
             _clean_up(self.engine, thoroughly=attempt > 0)
             _set_random_state(random)
-            old = self.engine.plan
-            if not self.governor.after_failure(failure.memory, _longest(rows)):
+            ran_out, old = f"{failure.memory} memory ran out", self.governor.plan
+            if self.governor.after_failure(failure.memory, _longest(rows)):
+                self._tell_change(old, step, ran_out)
+            else:
                 num_same += 1
                 if num_same > MAX_SAME or failure.memory != "device" or not self._has_room():
                     raise OutOfMemory(self._last_words(failure, step))
-            self._change(old, step, f"{failure.memory} memory ran out")
+                self._tell(
+                    Notice(
+                        f"{_where(step)}: {ran_out} under the thriftiest plan, though there is room; it is tried again."
+                    )
+                )
+            self.gauge.read()  # what was seen before a change says nothing of what comes after it
         raise AssertionError("unreachable")
 
+    def patiently(self, work: Callable[[], Result], rows: Sequence[Row]) -> Result:
+        """The same outside of any step."""
+        return self.run(work, rows, 0)
+
     def after_micro_batch(self, rows: Sequence[Row], step: int) -> None:
-        """Step down before memory runs out."""
-        old = self.engine.plan
-        if self.governor.after_micro_batch(self.gauge.peak_bytes(), _longest(rows)):
-            self._change(old, step, f"{format_bytes(self.gauge.peak_bytes())} of {self._budget} were used")
+        """Step down before memory runs out; called inside ``work``."""
+        old, peak_bytes = self.governor.plan, self.gauge.read()
+        if self.governor.after_micro_batch(peak_bytes, _longest(rows)):
+            self._tell_change(old, step, f"{format_bytes(peak_bytes)} of {self._budget} were used")
+            self._apply()
+            self.gauge.read()
 
     def after_step(self, step: int) -> None:
-        """Step up where there is room."""
-        old = self.engine.plan
-        if self.governor.after_step(self.gauge.peak_bytes()):
-            self._change(old, step + 1, f"{format_bytes(self.gauge.peak_bytes())} of {self._budget} were used")
+        """Step up where there is room; the next work begins with it."""
+        old, peak_bytes = self.governor.plan, self.gauge.peak_bytes
+        if self.governor.after_step(peak_bytes):
+            self._tell_change(old, step + 1, f"{format_bytes(peak_bytes)} of {self._budget} were used")
 
     @property
     def _budget(self) -> str:
         return format_bytes(self.gauge.budget_bytes)
 
     def _has_room(self) -> bool:
-        return self.gauge.peak_bytes() < 0.9 * self.gauge.budget_bytes
+        return sum(self.gauge.by_cause().values()) < 0.9 * self.gauge.budget_bytes
 
-    def _change(self, old: MemoryPlan, step: int, reason: str) -> None:
-        self._apply()
-        new = self.engine.plan
+    def _tell_change(self, old: MemoryPlan, step: int, reason: str) -> None:
+        new = self.governor.plan
         self._tell(PlanChanged(step, reason, _words(old), _words(new), new.model_dump()))
 
     def _apply(self) -> None:
@@ -118,7 +130,7 @@ class Recovery:
         helps = dict.fromkeys(HELP.get(name, "a smaller data.max_tokens") for name in list(causes)[:2])
         advice = " or ".join(helps) or "a smaller data.max_tokens"
         return (
-            f"{failure.memory.capitalize()} memory ran out in step {step} under the thriftiest plan "
+            f"{failure.memory.capitalize()} memory ran out in {_where(step)} under the thriftiest plan "
             f"({self.engine.plan.describe()}): {failure.words} memory.budget is {self._budget}. "
             f"Largest parts at the peak: {parts or 'unknown'}. {advice.capitalize()} would help, or a larger "
             "memory.budget."
@@ -136,6 +148,10 @@ def failure_of(error: BaseException) -> Failure | None:
     if "CUDA error: out of memory" in words:  # an allocation by the driver and not by torch's allocator: pinned
         return Failure("pinned", words)
     return None
+
+
+def _where(step: int) -> str:
+    return f"step {step}" if step else "evaluation"
 
 
 def _words(plan: MemoryPlan) -> str:

@@ -14,8 +14,8 @@ from narrowboat.errors import AnatomyError, DataError, OptionError
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.kernels import Scores
 from narrowboat.memory.layout import Layout
-from narrowboat.memory.meter import Meter
 from narrowboat.memory.tile import KeysValues, Tile
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from tests.memory.carry.trains import (
     LENGTHS,

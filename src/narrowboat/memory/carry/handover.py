@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.memory.carry.kept import Kept, make_pages
 from narrowboat.memory.carry.observation import Observation
@@ -20,8 +19,9 @@ from narrowboat.memory.carry.policy import ALL_QUERIES, Candidates, Choice, Poli
 from narrowboat.memory.carry.rotation import Rotation
 from narrowboat.memory.carry.storage import Storage
 from narrowboat.memory.kernels import Scores
-from narrowboat.memory.meter import CARRY, cause
 from narrowboat.memory.tile import Tile
+from narrowboat.owner.causes import CARRY, cause
+from narrowboat.owner.values import has_values
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
 """Of a layer's carried keys and values, ``[1, kv heads, tokens, size]`` each."""
@@ -240,7 +240,7 @@ class LayerLink:
         total = candidates.num_tokens
         seen = self._segment.offset + self._segment.num_tokens
         budget = min(rules.num_tokens, math.ceil(rules.retention_ratio * seen))
-        if is_fake(keys):
+        if not has_values(keys):
             choice = Choice(torch.arange(max(0, total - budget), total), candidates.marks)
         else:
             choice = rules.policy.choose(candidates, budget)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from narrowboat.memory.carry.storage import Parts, Storage
+from narrowboat.owner.values import has_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ def make_pages(
         storage: of the new pages.
         page_tokens: most tokens of a new page.
     """
-    if is_fake(keys):  # which pages stay whole is not known: the forecast assumes that none does
+    if not has_values(keys):  # which pages stay whole is not known: the forecast assumes that none does
         pieces = index.expand(keys.shape[0], -1).split(page_tokens, 1)
         return _gathered(list(old), keys, values, pieces, storage), index.expand(keys.shape[0], -1)
     if index.dim() == 1:

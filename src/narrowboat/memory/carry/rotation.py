@@ -8,12 +8,12 @@ difference when it is read; what is stored stays as it was made, so turning adds
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 from transformers import DynamicCache
 
 from narrowboat.errors import AnatomyError
 from narrowboat.memory.layer_call import cache_name
 from narrowboat.model.anatomy import Anatomy
+from narrowboat.owner.values import has_values
 
 
 class Rotation:
@@ -43,7 +43,7 @@ class Rotation:
             )
         rotation = cls(buffers[0])
         weight = next(anatomy.embedding.parameters())
-        if not (is_fake(weight) or weight.is_meta or rotation._is_right_for(anatomy)):
+        if has_values(weight) and not rotation._is_right_for(anatomy):
             raise AnatomyError(
                 f"{name} turns its keys in another way than by halves of a head; use carry.positions: kept."
             )

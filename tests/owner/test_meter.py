@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from narrowboat.memory.install import install
-from narrowboat.memory.meter import ADAPTERS, BASE_WEIGHTS, LAYER_INPUTS, WORKING_SET, Meter, account, cause
+from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, LAYER_INPUTS, WORKING_SET, account, cause
+from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from tests.memory.families import adapted, token_ids
 

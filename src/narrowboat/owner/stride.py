@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowboat.memory.offload import Held, Layer, Room, Store
+from narrowboat.owner.inputs import Held, Layer, Room, Store
 
 
 class Strided:

@@ -11,14 +11,9 @@ import torch
 
 from narrowboat.errors import MachineError
 from narrowboat.events import Event
-from narrowboat.memory.offload import (
-    OnDevice,
-    OnDisk,
-    OnHost,
-    Store,
-)
-from narrowboat.memory.rooms import HostMemory, map_scratch
-from narrowboat.memory.stride import Strided
+from narrowboat.owner.inputs import Elsewhere, OnDevice, OnHost, Store
+from narrowboat.owner.places import Disk, Host, map_scratch
+from narrowboat.owner.stride import Strided
 from narrowboat.training.checkpoint import newest_checkpoint
 from tests.training.runs import RUNGS, Run
 
@@ -31,7 +26,15 @@ def quiet(_: Event) -> None:
     pass
 
 
-@pytest.mark.parametrize("make", [OnDevice, lambda: OnHost(quiet), OnDisk], ids=["device", "host", "disk"])
+def on_host(device: str = "cpu") -> Store:
+    return OnHost(Host(torch.device(device), quiet))
+
+
+def on_disk(device: str = "cpu", folder: Path | None = None) -> Store:
+    return Elsewhere(Disk(torch.device(device), quiet, folder))
+
+
+@pytest.mark.parametrize("make", [OnDevice, on_host, on_disk], ids=["device", "host", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_put_comes_back(make: Callable[[], Store], dtype: torch.dtype) -> None:
     store = make()
@@ -44,7 +47,7 @@ def test_what_is_put_comes_back(make: Callable[[], Store], dtype: torch.dtype) -
 
 
 def test_buffers_are_lent_again() -> None:
-    store = OnDisk()
+    store = on_disk()
     first = store.put(torch.randn(1, 8, 4), no_layer)
     where = first.tile(0, 8).data_ptr()
     first.release()
@@ -77,7 +80,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_told_with_bytes_needed_and_free(small_disk: Path) -> None:
-    store = OnDisk(small_disk)
+    store = on_disk(folder=small_disk)
     held = [store.put(torch.randn(1, 100, 1000), no_layer) for _ in range(2)]
     with pytest.raises(MachineError, match=r"needs 391 KiB more in .*; 24\d KiB are free\. Set TMPDIR"):
         store.put(torch.randn(1, 100, 1000), no_layer)
@@ -85,6 +88,20 @@ def test_a_full_disk_is_told_with_bytes_needed_and_free(small_disk: Path) -> Non
     assert held[1].tile(0, 1).abs().sum() > 0  # what is there stays whole
     del held, store
     gc.collect()
+
+
+def test_a_folder_that_is_memory_is_told_once(small_disk: Path) -> None:
+    told: list[Event] = []
+    store = Elsewhere(Disk(torch.device("cpu"), told.append, small_disk))
+    for _ in range(2):
+        store.put(torch.randn(1, 8, 4), no_layer)
+    assert [str(event) for event in told if "is a tmpfs" in str(event)] == [str(event) for event in told]
+    assert len(told) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match=r"32 B cannot be made in .*gone: No such file or directory. Set TMPDIR"):
+        map_scratch(tmp_path / "gone", (8,), torch.float32)
 
 
 def test_a_run_whose_disk_fills_up_keeps_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,18 +151,20 @@ def test_memory_that_cannot_be_pinned_is_told_once() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine can pin memory")
     told: list[Event] = []
-    memory = HostMemory(told.append)
+    memory = Host(torch.device("cuda"), told.append)
+    assert memory.where == "pinned"
     for _ in range(2):
-        assert not memory.empty((1000,), torch.float32, torch.device("cuda")).is_pinned()
+        assert not memory.empty((1000,), torch.float32, "x").is_pinned()
+    assert memory.where == "host"
     assert len(told) == 1
     assert "3.91 KiB could not be pinned" in str(told[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("make", [lambda: OnHost(quiet), OnDisk], ids=["host", "disk"])
-def test_to_the_host_and_back(make: Callable[[], Store]) -> None:
-    store = make()
+@pytest.mark.parametrize("make", [on_host, on_disk], ids=["host", "disk"])
+def test_to_the_host_and_back(make: Callable[[str], Store]) -> None:
+    store = make("cuda")
     inputs = [torch.randn(2, 1000, 400, device="cuda") for _ in range(4)]
     copies = [x.clone() for x in inputs]
     held = [store.put(x, no_layer) for x in inputs]

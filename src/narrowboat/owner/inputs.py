@@ -3,25 +3,21 @@
 tokens x hidden elements a layer are what streaming still keeps (for Llama-3.1-8B in bf16 at 131,072 tokens: 32 GiB).
 
 - ``OnDevice``: no bytes saved, no time;
-- ``OnHost``: pinned memory; copies run beside the computation on a stream of their own, there and back;
-- ``OnDisk``: memory-mapped scratch files; on a CPU they are read where they lie.
+- ``OnHost``: host memory; copies run beside the computation on a stream of their own, there and back;
+- ``Elsewhere``, on disk: mapped scratch files; on a CPU they are read where they lie.
 
 Exact, all of them.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
-from narrowboat.events import Tell
-from narrowboat.memory.meter import LAYER_INPUTS, account, cause
-from narrowboat.memory.rooms import HostMemory, Pool, Shape, map_scratch
+from narrowboat.owner.causes import LAYER_INPUTS, account, cause
+from narrowboat.owner.places import Disk, Host, Pool, Resting
 from narrowboat.plan import Place
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -64,11 +60,11 @@ class Store(Protocol):
         """Give back all that was taken from the machine."""
 
 
-def store_at(place: Place, tell: Tell) -> Store:
+def store_at(place: Place, host: Host, disk: Disk) -> Store:
     """The store that keeps things at ``place``."""
     if place == "host":
-        return OnHost(tell)
-    return OnDisk() if place == "disk" else OnDevice()
+        return OnHost(host)
+    return Elsewhere(disk) if place == "disk" else OnDevice()
 
 
 class OnDevice:
@@ -111,70 +107,44 @@ class _Here:
 
 
 class Elsewhere:
-    """Things move to buffers, which are lent again when they come back.
+    """Things move to buffers at ``place``, which are lent again when they come back."""
 
-    Args:
-        allocate: makes a buffer.
-    """
-
-    def __init__(self, allocate: Callable[[Shape, torch.dtype], torch.Tensor]) -> None:
-        self._pool = Pool(allocate)
+    def __init__(self, place: Resting) -> None:
+        self._pool = Pool(lambda shape, dtype: place.empty(shape, dtype, LAYER_INPUTS))
 
     def put(self, x: torch.Tensor, layer: Layer) -> Held:
-        """See ``Store``."""
+        """Hold the input of ``layer``."""
         return self.hold(x)
 
     def hold(self, x: torch.Tensor) -> Held:
-        """See ``Store``."""
+        """Hold ``[batch, tokens, ...]``."""
         room = self.room(x, x.shape[1])
         room.write(0, x)
         return room
 
     def room(self, like: torch.Tensor, num_tokens: int) -> Room:
-        """See ``Store``."""
-        return _Lent(self._buffer(like, num_tokens), like.device, self._pool)
+        """A buffer for ``num_tokens`` tokens of which ``like`` are some."""
+        buffer = self._pool.take((like.shape[0], num_tokens, *like.shape[2:]), like.dtype)
+        return self._lend(buffer, like.device)
 
     def close(self) -> None:
-        """See ``Store``."""
+        """Give the buffers back to the machine."""
         self._pool.close()
 
-    def _buffer(self, like: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        return self._pool.take((like.shape[0], num_tokens, *like.shape[2:]), like.dtype)
+    def _lend(self, buffer: torch.Tensor, device: torch.device) -> Room:
+        return _Lent(buffer, device, self._pool)
 
 
 class OnHost(Elsewhere):
-    """Pinned host memory; on a CPU, where host and device are one, plain memory."""
+    """Host memory; between a card and page-locked memory, copies run on a stream of their own."""
 
-    def __init__(self, tell: Tell) -> None:
-        super().__init__(self._allocate)
-        self._memory = HostMemory(tell)
-        self._device = torch.device("cpu")
-        self._stream: torch.cuda.Stream | None = None
+    _stream: torch.cuda.Stream | None = None
 
-    def room(self, like: torch.Tensor, num_tokens: int) -> Room:
-        """See ``Store``."""
-        self._device = like.device
-        if like.device.type != "cuda":
-            return super().room(like, num_tokens)
-        self._stream = self._stream or torch.cuda.Stream(like.device)
-        return _Travelling(self._buffer(like, num_tokens), like.device, self._pool, self._stream)
-
-    def _allocate(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        with cause(LAYER_INPUTS, "host"):
-            return self._memory.empty(shape, dtype, self._device)
-
-
-class OnDisk(Elsewhere):
-    """Memory-mapped scratch files in the folder for temporary files."""
-
-    def __init__(self, folder: Path | None = None) -> None:
-        super().__init__(self._map)
-        self._folder = folder or Path(tempfile.gettempdir())
-
-    def _map(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        with cause(LAYER_INPUTS, "disk"):
-            in_a_forecast = is_fake(torch.empty(0))
-            return torch.empty(shape, dtype=dtype) if in_a_forecast else map_scratch(self._folder, shape, dtype)
+    def _lend(self, buffer: torch.Tensor, device: torch.device) -> Room:
+        if device.type != "cuda":
+            return super()._lend(buffer, device)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return _Travelling(buffer, device, self._pool, self._stream)
 
 
 class _Lent:

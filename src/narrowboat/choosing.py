@@ -1,0 +1,100 @@
+"""The plan that a job begins with, and the thriftier ones below it: the fastest whose every phase fits the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from narrowboat.assembly import Setting
+from narrowboat.data.prepare import Prepared
+from narrowboat.data.store import Rows
+from narrowboat.data.trains import Trains
+from narrowboat.events import PlanChosen
+from narrowboat.machine.hardware import device_memory
+from narrowboat.model.base import stored_dtype
+from narrowboat.plan import MemoryPlan
+from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
+from narrowboat.planner.forecast import Workload
+from narrowboat.planner.search import Search
+from narrowboat.planner.target import limits_here, target_here
+from narrowboat.training.governor import Governor
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Rungs from the chosen one down, and what the first of them is forecast to take."""
+
+    rungs: Sequence[MemoryPlan]
+    by_cause: dict[str, int]
+    phases: dict[str, int]
+    longest_tokens: int
+
+
+def choose(setting: Setting, data: Prepared, trains: bool = True) -> Governor:
+    """The plan for ``data``'s rows, told and ready to be changed; ``trains`` says whether steps are taken.
+
+    Raises:
+        BudgetError: no plan fits, or a budget is larger than the machine.
+    """
+    options = setting.options
+    limits = limits_here(options.memory, setting.device)
+    documents = [rows for rows in (data.train, data.heldout) if isinstance(rows, Trains) and len(rows)]
+    if documents:
+        found = _for_documents(setting, documents, limits.device_bytes)
+    else:
+        found = _for_rows(setting, [data.train, data.heldout] if trains else [data.heldout], trains)
+    setting.tell(
+        PlanChosen(
+            plan=found.rungs[0].model_dump(),
+            description=found.rungs[0].describe(),
+            budget_bytes=limits.device_bytes,
+            forecast_bytes=found.by_cause,
+            longest_tokens=found.longest_tokens,
+            phases=found.phases,
+        )
+    )
+    return Governor(found.rungs, limits.device_bytes, options.memory.high, sum(found.by_cause.values()))
+
+
+def choose_to_read(setting: Setting) -> tuple[MemoryPlan, int]:
+    """The plan for a model that only reads, a row as long as it may be, and the budget."""
+    limits = limits_here(setting.options.memory, setting.device)
+    positions = getattr(setting.config.get_text_config(), "max_position_embeddings", None)
+    found = search_in(setting, trains=False).choose(setting.options.data.max_tokens or positions or 4096, limits)
+    return found.plan, limits.device_bytes
+
+
+def search_in(setting: Setting, trains: bool = True) -> Search:
+    """Plans for the setting's model on its machine."""
+    options, dtype = setting.options, setting.precision.base.dtype
+    stored = stored_dtype(options.model.name, setting.config)
+    work = Workload(setting.config, options, dtype, setting.device.type == "cuda", stored, trains)
+    return Search(work, target_here(setting.device, dtype), options.memory.plan)
+
+
+def _for_rows(setting: Setting, rows: Sequence[Rows], trains: bool) -> _Found:
+    options = setting.options
+    limits = limits_here(options.memory, setting.device)
+    lengths = [int(n) for some in rows for n in some.lengths]
+    search = search_in(setting, trains)
+    choice = search.choose(max(lengths), limits)
+    if trains:
+        choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
+    return _Found(search.from_here_down(choice.plan), choice.by_cause, choice.phases, max(lengths))
+
+
+def _for_documents(setting: Setting, documents: Sequence[Trains], budget_bytes: int) -> _Found:
+    longest = max(rows.longest_segment for rows in documents)
+    num_segments = max(rows.longest_document[1] for rows in documents)
+    device = setting.device
+    work = CarriedWork(
+        setting.config,
+        setting.options,
+        setting.precision.base.dtype,
+        longest,
+        num_segments,
+        device_memory(device).total_bytes,
+        device.type == "cuda",
+    )
+    plan, reading = choose_carried(work, budget_bytes, setting.options.memory.plan)
+    return _Found(RUNGS[RUNGS.index(plan) :], reading.by_cause, {}, longest)
