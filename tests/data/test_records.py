@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from narrowboat.data.reading import Record
-from narrowboat.data.records import Dialogue, Pair, Text, to_document
+from narrowboat.data.raw import Record
+from narrowboat.data.records import Dialogue, Pair, Records, Text
 from narrowboat.errors import DataError
 
 
 def document(value, name="auto", names=None):
-    return to_document(Record("a.jsonl, line 1", value, "record"), name, names)
+    return Records(name, names).document(Record("a.jsonl, line 1", value, "record"))
 
 
 def turns(value, **kwargs) -> list[tuple[str, str]]:

@@ -72,7 +72,7 @@ def test_r11_stock_templates_without_markers(speaker, name):
         return
     use(speaker, f"{name}{MARKED}")
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
-    chat = parts if template.takes_parts else CHAT
+    chat = parts if template.template.takes_parts else CHAT
     marked = speaker.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     if list(marked["input_ids"]) != rendered.input_ids.tolist():
         return  # the marked copy says other words

@@ -147,7 +147,7 @@ def _content(name: str, content: Any, may_be_empty: bool, told: Told) -> tuple[s
     """A message's text, and the thoughts among its parts; content may be parts, as OpenAI has it."""
     thoughts: list[str] = []
     if isinstance(content, list):
-        texts = []
+        texts: list[str] = []
         for part in content:
             kind, text = _part(name, part, told)
             (thoughts if kind == "thinking" else texts).append(text)

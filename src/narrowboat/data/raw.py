@@ -1,8 +1,7 @@
-"""What reading gives: raw records, what cannot be read, and columns that nobody asked for."""
+"""What reading gives: raw records, and what cannot be read."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +34,3 @@ class Broken:
     place: str
     reason: str
     num: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """Columns that were not converted, since nobody reads them, and how many rows have something in them."""
-
-    place: str
-    columns: Counter[str]

@@ -118,7 +118,9 @@ class Records:
         """
         if record.kind != "record":  # a file's text, even where records have another format
             return _text(record), record.kind
-        value = renamed(record.value, self._names, self.told) if self._names else record.value
+        value: Mapping[str, Any] = record.value
+        if self._names:
+            value = renamed(value, self._names, self.told)
         refuse(value, "it")
         name, value = _recognised(value) if self._form == "auto" else (self._form, value)
         missing = [key for key in FORMATS[name].needs if key not in value]

@@ -200,7 +200,7 @@ def _refuse_private(name: object) -> None:
 class _Code(CodeGenerator):
     """Python code of a template in which sums, joins and filters are measured."""
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         self._wrapped(super().visit_Add, node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:

@@ -14,22 +14,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from narrowboat.data.containers import UNREADABLE, said
-from narrowboat.data.raw import Broken, Record, Unread
+from narrowboat.data.raw import Broken, Record
 
 ROWS = 64
-Item = Record | Broken | Unread
 
 
-def parquet_rows(file: str | IO[bytes], name: str, wanted: Set[str]) -> Iterator[Item]:
-    """A record for each row of a Parquet file, with the columns of ``wanted``; without them, all columns."""
+def parquet_rows(file: str | IO[bytes], name: str, wanted: Set[str], unread: Counter[str]) -> Iterator[Record | Broken]:
+    """A record for each row of a Parquet file.
+
+    Args:
+        file: its path, or itself.
+        name: for people.
+        wanted: columns that are converted; all if empty.
+        unread: counts what is in the others.
+    """
     try:
         table = pq.ParquetFile(file, page_checksum_verification=True)
     except UNREADABLE as error:
         yield Broken(name, f"not a Parquet file that can be read: {said(error)}")
         return
     with table:
-        columns = [column for column in table.schema_arrow.names if not wanted or column in wanted]
-        unread = Unread(name, Counter())
+        names = table.schema_arrow.names
+        columns = [column for column in names if not wanted or column in wanted]
         first = 0
         for group in range(table.num_row_groups):
             described = table.metadata.row_group(group)
@@ -39,38 +45,46 @@ def parquet_rows(file: str | IO[bytes], name: str, wanted: Set[str]) -> Iterator
                     yield from _rows(batch, name, first + num_read)
                     num_read += len(batch)
             except UNREADABLE as error:
-                lost = described.num_rows - num_read
+                num_lost = max(described.num_rows - num_read, 1)
                 rows = f"rows {first + num_read + 1:,} to {first + described.num_rows:,}"
-                yield Broken(f"{name}, row group {group + 1}, {rows}", f"damaged: {said(error)}", max(lost, 1))
-            for column in table.schema_arrow.names:
-                if column not in columns:
-                    unread.columns[column] += described.num_rows
+                yield Broken(f"{name}, row group {group + 1}, {rows}", f"damaged: {said(error)}", num_lost)
+            for column in {*names} - {*columns}:
+                unread[column] += _num_full(described, column)
             first += described.num_rows
-        yield unread
 
 
-def arrow_rows(file: pa.NativeFile, name: str, wanted: Set[str]) -> Iterator[Item]:
-    """A record for each row of an Arrow file, in the stream format, which ``datasets`` writes, or the file format."""
-    unread = Unread(name, Counter())
+def _num_full(described: Any, column: str) -> int:
+    """Rows of a row group with something in ``column``, as far as its statistics say."""
+    for number in range(described.num_columns):
+        chunk = described.column(number)
+        if chunk.path_in_schema == column and chunk.statistics is not None and chunk.statistics.has_null_count:
+            return int(described.num_rows - chunk.statistics.null_count)
+    return int(described.num_rows)
+
+
+def arrow_rows(file: pa.NativeFile, name: str, wanted: Set[str], unread: Counter[str]) -> Iterator[Record | Broken]:
+    """A record for each row of an Arrow file, in the stream format, which ``datasets`` writes, or the file format.
+
+    ``name``, ``wanted`` and ``unread`` are those of ``parquet_rows``.
+    """
     first = 0
     for number, batch in enumerate(_batches(file), 1):
+        place = f"{name}, record batch {number}"
         if isinstance(batch, str):
-            yield Broken(f"{name}, record batch {number}", f"damaged: {batch}")
+            yield Broken(place, f"damaged: {batch}")
             continue
         columns = [column for column in batch.schema.names if not wanted or column in wanted]
-        for column in batch.schema.names:
-            if column not in columns:
-                unread.columns[column] += len(batch) - batch.column(column).null_count
+        for column in {*batch.schema.names} - {*columns}:
+            unread[column] += len(batch) - batch.column(column).null_count
         chosen = batch.select(columns)
         try:
             chosen.validate(full=True)
         except UNREADABLE as error:
-            yield Broken(f"{name}, record batch {number}", f"damaged: {said(error)}", max(len(batch), 1))
+            yield Broken(place, f"damaged: {said(error)}", max(len(batch), 1))
         else:
             for start in range(0, len(chosen), ROWS):
                 yield from _rows(chosen.slice(start, ROWS), name, first + start)
         first += len(batch)
-    yield unread
 
 
 def _batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch | str]:
