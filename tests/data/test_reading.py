@@ -134,7 +134,7 @@ def test_bad_lines_are_named_and_the_others_read(tmp_path):
     assert [place for place, _ in broken] == ["line 2", "line 4", "line 5"]
     assert "not valid JSON" in broken[0][1]
     assert "0xff" in broken[1][1]
-    assert "found list" in broken[2][1]
+    assert "found a list" in broken[2][1]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ class Account:
     num_open: int = 0  # dialogues whose last answer ends with no end-of-turn token
     num_joined_turns: int = 0
     num_folded_systems: int = 0
+    num_unheeded: int = 0  # messages that are no answers and say that they are to be learnt
     read_tokens: int = 0  # by the training tokenizer, with its special tokens and the template's words
     repeated_tokens: int = 0  # shown again: overlap, pinned turns, notes about what was left out
     learnt_tokens: int = 0
@@ -120,6 +121,7 @@ class Account:
             "dialogues end with no end-of-turn token under this chat template: nothing teaches to stop": self.num_open,
             "turns were joined to the turn before by the same speaker": self.num_joined_turns,
             "system prompts went to the head of the first question: the template takes none": self.num_folded_systems,
+            "messages that are no answers ask to be learnt; data.learn: all would": self.num_unheeded,
             "prompts above the limit were cut in their middle": self.num_cut_prompts,
             UNLEARNT: self.dropped_documents[UNLEARNT],
         }

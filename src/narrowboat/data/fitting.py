@@ -82,6 +82,7 @@ class Fitter:
         counts.num_joined_turns += dialogue.num_joined
         learn = self.options.data.learn
         messages = dialogue.messages
+        counts.num_unheeded += 0 if learn == "all" else self._unheeded(messages)
         if not self.template.takes_system:
             messages = _without_system(messages)
             counts.num_folded_systems += len(messages) < len(dialogue.messages)
@@ -114,6 +115,13 @@ class Fitter:
             )
             for i, (one, labels, context) in enumerate(made)
         ]
+
+    def _unheeded(self, messages: Sequence[Message]) -> int:
+        """How many messages that are no answers say that they are to be learnt."""
+        num = sum(message["role"] != "assistant" and bool(message.get("train")) for message in messages)
+        if num and self.options.data.strict:
+            raise DataError(f"{num:,} messages that are no answers say that they are to be learnt; see data.learn: all")
+        return num
 
     def _refuse_hidden(self, full: Rendered) -> None:
         if full.hidden and self.options.data.strict:

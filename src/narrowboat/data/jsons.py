@@ -31,6 +31,12 @@ def parsed(text: str, name: str = "") -> Any:
     return value
 
 
+def kind_of(value: object) -> str:
+    """``null``, ``a list``: what a message about a wrong value calls it."""
+    kinds = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return "null" if value is None else kinds.get(type(value), f"of type {type(value).__name__}")
+
+
 def why_not(error: Exception) -> str:
     """Why the json library stopped with ``error``, as the end of a sentence."""
     if isinstance(error, json.JSONDecodeError):

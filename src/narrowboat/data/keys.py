@@ -28,21 +28,27 @@ FORMATS: Mapping[str, Format] = {
     "messages": Format(("messages",), ("system", *TOOLS)),
     "sharegpt": Format(("conversations",), ("system", *TOOLS)),
     "alpaca": Format(("instruction", "output"), ("input", "history", "system", *TOOLS)),
-    "prompt_completion": Format(("prompt", "completion"), ("system", "label", *TOOLS)),
+    "prompt_completion": Format(("prompt", "completion"), ("system", *TOOLS)),
     "text": Format(("text",)),
 }
 OTHER_NAMES = {"conversation": "conversations", "query": "instruction", "response": "output"}
-"""Of fields, where the usual one is not there."""
+"""Of fields that make a format, where the usual one is not there."""
+BESIDE = {"system_prompt": "system"}
+"""The same, of fields that stand beside those."""
 
 FLAGS: Mapping[str, bool] = {
     "train": True, "training": True, "trainable": True, "learn": True, "loss": True, "weight": True,
     "loss_weight": True, "masked": False, "mask": False,
 }  # fmt: skip
 """Of a message or a record: whether it is learnt if the flag is set."""
+JUDGED = ("label", "kto_tag")
+"""Of a record of questions and answers, as KTO has it: whether the answer is a good one."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts")
 MESSAGE = {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name", *THOUGHTS, *FLAGS}
 """What is read of a message."""
+EXCHANGE = (("system",), ("human", "user", "input", "question"), ("assistant", "gpt", "bot", "output", "answer"))
+"""Of turns that are a whole exchange: names of the system prompt, the question and the answer."""
 
 REFUSED = {"image", "images", "video", "videos", "audio", "audios", "refusal", "train_detail"}
 """What a message or record may hold that cannot be learnt, or not as it says."""
@@ -71,7 +77,7 @@ IN_MESSAGES = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"
 """Usual names that only a message has."""
 
 WANTED = frozenset(key for form in FORMATS.values() for key in (*form.needs, *form.may_have)) | {
-    *OTHER_NAMES, *FLAGS, *REFUSED
+    *OTHER_NAMES, *BESIDE, *FLAGS, *JUDGED, *REFUSED
 }  # fmt: skip
 """What somebody reads of a record."""
 
@@ -135,14 +141,21 @@ def is_learnt(value: Mapping[str, Any], of: str) -> bool | None:
     """
     said: dict[str, bool] = {}
     for key in value.keys() & FLAGS.keys():
-        flag = value[key]
-        if is_empty(flag):
+        if is_empty(value[key]):
             continue
-        if isinstance(flag, str):
-            flag = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(flag.lower())
-        if flag is None or isinstance(flag, (list, dict)) or flag not in (0, 1):
+        if (flag := as_flag(value[key])) is None:
             raise DataError(f"{of} has {key}: {value[key]!r}; it is learnt whole or not at all: write true or false")
-        said[key] = bool(flag) == FLAGS[key]
+        said[key] = flag == FLAGS[key]
     if len({*said.values()}) > 1:
         raise DataError(f"{of} says both that it is learnt and that it is not: {', '.join(sorted(said))}")
     return next(iter(said.values()), None)
+
+
+def as_flag(value: object) -> bool | None:
+    """Yes or no, also as a number or a word; None for anything else."""
+    if isinstance(value, str):
+        return _WORDS.get(value.strip().lower())
+    return bool(value) if isinstance(value, (int, float)) and value in (0, 1) else None
+
+
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

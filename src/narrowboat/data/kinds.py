@@ -59,6 +59,11 @@ class Source:
     member: str = ""
 
     @property
+    def identity(self) -> tuple[str, str]:
+        """Equal for one file under two names."""
+        return str(self.path.resolve()), self.member
+
+    @property
     def name(self) -> str:
         """For people."""
         return f"{shown(self.path)}, {self.member}" if self.member else shown(self.path)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from narrowboat.data.containers import CHUNK_BYTES, Damaged
-from narrowboat.data.jsons import DECODER, is_deep, parsed, why_not
+from narrowboat.data.jsons import DECODER, is_deep, kind_of, parsed, why_not
 from narrowboat.data.limits import RECORD_BYTES
 from narrowboat.data.raw import Broken, Record
 from narrowboat.errors import DataError
@@ -72,7 +72,7 @@ def _parsed(raw: bytes, place: str) -> Record | Broken:
 def record(value: Any, place: str) -> Record | Broken:
     """A record, if ``value`` has fields."""
     if not isinstance(value, dict):
-        return Broken(place, f"expected an object with named fields, found {type(value).__name__}")
+        return Broken(place, f"expected an object with named fields, found {kind_of(value)}")
     return Record(place, value, "record")
 
 

@@ -17,7 +17,7 @@ from narrowboat.errors import DataError
 STARTS, ENDS, PLANE = 0xF0000, 0x100000, 0xFFFE  # the planes, and how many characters each has
 START, END = chr(STARTS), chr(ENDS)
 
-THOUGHT = "reasoning_content"
+THOUGHT, CALLS = "reasoning_content", "tool_calls"
 Message = Mapping[str, Any]
 
 
@@ -31,27 +31,28 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Messages with marks; message ``i``'s thought is marked with number ``len(messages) + i``.
+    """Messages with marks: of ``n`` messages, the texts' have the numbers up to ``n``, the thoughts' those up to
+    ``2 * n``, and the names of tools that are called those behind, in their order.
 
     Attributes:
         messages: what to render.
         base: the number of the first mark, so that none is one that the texts hold.
         roles: whose texts are marked.
         with_start: whether they are at the start, too.
-        with_thoughts: whether thoughts are marked as well.
+        with_all: whether thoughts and calls are marked as well.
     """
 
     messages: list[dict[str, Any]]
     base: int
     roles: frozenset[str]
     with_start: bool
-    with_thoughts: bool
+    with_all: bool
 
 
 def marked(messages: Sequence[Message]) -> Iterator[Marked]:
     """Ways to mark the messages, from the one that says most to the one that disturbs a template least."""
-    num = 2 * len(messages)
-    every = "".join(str(message.get(key) or "") for message in messages for key in ("content", THOUGHT))
+    num = num_marks(messages)
+    every = "".join(str(message.get(key) or "") for message in messages for key in ("content", THOUGHT, CALLS))
     base = 0
     for taken in sorted({ord(letter) % 0x10000 for letter in re.findall("[\U000f0000-\U0010ffff]", every)}):
         if taken >= base + num:
@@ -61,7 +62,7 @@ def marked(messages: Sequence[Message]) -> Iterator[Marked]:
         raise DataError(f"its texts use too many of Unicode's private characters, or are too many: {len(messages):,}")
     anyone = frozenset(str(message["role"]) for message in messages)
     assistant = frozenset({"assistant"})
-    for with_start, empty_too, thoughts_too, roles in (
+    for with_start, empty_too, with_all, roles in (
         (True, True, True, anyone),
         (True, False, True, anyone),
         (True, False, False, anyone),
@@ -70,14 +71,28 @@ def marked(messages: Sequence[Message]) -> Iterator[Marked]:
         (False, False, False, assistant),
     ):
         ways = []
+        called = base + 2 * len(messages)
         for number, message in enumerate(messages):
             way = dict(message)
             if message["role"] in roles:
                 way = _mark(way, "content", base + number, with_start, empty_too)
-            if thoughts_too and message.get(THOUGHT):
+            if with_all and message.get(THOUGHT):
                 way = _mark(way, THOUGHT, base + len(messages) + number, with_start, empty_too)
+            if with_all and message.get(CALLS):
+                way[CALLS] = [_with_marked_name(call, called + i) for i, call in enumerate(message[CALLS])]
+                called += len(message[CALLS])
             ways.append(way)
-        yield Marked(ways, base, roles, with_start, thoughts_too)
+        yield Marked(ways, base, roles, with_start, with_all)
+
+
+def num_marks(messages: Sequence[Message]) -> int:
+    """How many marks there may be."""
+    return 2 * len(messages) + sum(len(message.get(CALLS) or ()) for message in messages)
+
+
+def _with_marked_name(call: Message, number: int) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "name": function["name"] + chr(ENDS + number)}}
 
 
 def _mark(message: dict[str, Any], key: str, number: int, with_start: bool, empty_too: bool) -> dict[str, Any]:

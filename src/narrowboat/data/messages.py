@@ -7,12 +7,13 @@ message is refused with its number and the reason.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from narrowboat.data.calls import call_in, calls_of
-from narrowboat.data.jsons import parsed
-from narrowboat.data.keys import MESSAGE, PART, REFUSED, THOUGHTS, Told, is_aside, is_empty, is_learnt, refuse
+from narrowboat.data.jsons import kind_of, parsed
+from narrowboat.data.keys import EXCHANGE, MESSAGE, PART, REFUSED, THOUGHTS, Told, is_aside, is_empty, is_learnt, refuse
 from narrowboat.data.limits import MESSAGES
 from narrowboat.errors import DataError, did_you_mean
 
@@ -33,7 +34,9 @@ ROLES = {
     "助手": "assistant",
     "function_call": CALLING,
     "tool_call": CALLING,
+    "chatbot": "assistant",
     "tool": "tool",
+    "tool_result": "tool",
     "function": "tool",
     "observation": "tool",
     "function_response": "tool",
@@ -41,6 +44,7 @@ ROLES = {
     "ipython": "tool",
 }
 """By the names that people give them; ``calling`` is an assistant's turn that is a call of a tool, as JSON."""
+SPEAKERS = ("system", "user", "assistant")
 
 
 def messages_of(
@@ -58,17 +62,18 @@ def messages_of(
         DataError: for what is no dialogue, or one in which the assistant says nothing.
     """
     if isinstance(turns, str) and turns.lstrip().startswith("["):
-        turns = parsed(turns, "messages as text")
+        turns, fills_nulls = parsed(turns, "messages as text"), False
     if not isinstance(turns, list):
         raise DataError(f"messages is {kind_of(turns)}, not a list")
     if not turns:
         raise DataError("messages is empty")
     if len(turns) > MESSAGES:
         raise DataError(f"it has {len(turns):,} messages; {MESSAGES:,} are the most of one dialogue")
+    if names:
+        turns = [renamed(turn, names, told, "message") if isinstance(turn, Mapping) else turn for turn in turns]
+    turns = [message for turn in turns for message in _taken_apart(turn)]
     joined: list[list[dict[str, Any]]] = []
     for number, turn in enumerate(turns, 1):
-        if names and isinstance(turn, Mapping):
-            turn = renamed(turn, names, told, "message")
         message, is_call = _message(f"message {number}", turn, told, fills_nulls)
         if joined and _can_join(joined[-1][-1], message, is_call):
             joined[-1].append(message)
@@ -91,9 +96,9 @@ def renamed(value: Mapping[str, Any], names: Mapping[str, str], told: Told, of: 
     }
 
 
-def kind_of(value: object) -> str:
-    """``null``, or ``a str``: what a message about a wrong value calls it."""
-    return "null" if value is None else f"a {type(value).__name__}"
+def said_by_number(value: Any) -> Any:
+    """A number as the text that it is, everything else as it is."""
+    return json.dumps(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def whole(name: str, text: str) -> str:
@@ -109,12 +114,11 @@ def _message(name: str, turn: Any, told: Told, fills_nulls: bool) -> tuple[dict[
     """A message, and whether its role says that it is a call of a tool."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{name} is {kind_of(turn)}, not an object with role and content")
-    role = _role(name, turn.get("role", turn.get("from")))
-    content = turn.get("content", turn.get("value"))
+    role, content = _role(name, _either(name, turn, "role", "from")), _either(name, turn, "content", "value")
     read: dict[str, Any] = {"role": "assistant" if role == CALLING else role}
-    calls = calls_of(name, turn, fills_nulls)
+    calls = calls_of(name, turn, told, fills_nulls)
     if role == CALLING:
-        calls += call_in(name, content)
+        calls += call_in(name, content, told)
         content = None
     may_be_empty = bool(calls) or any(not is_empty(turn.get(key)) for key in THOUGHTS)
     text, thoughts = _content(name, content, may_be_empty, told)
@@ -136,6 +140,27 @@ def _message(name: str, turn: Any, told: Told, fills_nulls: bool) -> tuple[dict[
     return read, role == CALLING
 
 
+def _either(name: str, turn: Mapping[str, Any], usual: str, other: str) -> Any:
+    """What ``turn`` has under one of two names."""
+    if is_empty(turn.get(other)):
+        return turn.get(usual)
+    if is_empty(turn.get(usual)) or turn[usual] == turn[other]:
+        return turn[other]
+    raise DataError(f"{name} has both {usual} and {other}, and they differ")
+
+
+def _taken_apart(turn: Any) -> list[Any]:
+    """A turn that is a whole exchange, as ``{"human": ..., "assistant": ...}``, as its messages; others as they are."""
+    if not isinstance(turn, Mapping) or not {"role", "from"}.isdisjoint(turn):
+        return [turn]
+    found = [next((key for key in names if key in turn), "") for names in EXCHANGE]
+    if not all(found[1:]):
+        return [turn]
+    system, *spoken = ({"role": role, "content": turn.get(key)} for role, key in zip(SPEAKERS, found, strict=True))
+    rest = {key: item for key, item in turn.items() if key not in found}  # with the answer, as its flags
+    return [*([] if is_empty(system["content"]) else [system]), spoken[0], {**rest, **spoken[1]}]
+
+
 def _role(name: str, role: Any) -> str:
     known = ROLES.get(role.strip().lower()) if isinstance(role, str) else None
     if known is None:
@@ -152,8 +177,7 @@ def _content(name: str, content: Any, may_be_empty: bool, told: Told) -> tuple[s
             kind, text = _part(name, part, told)
             (thoughts if kind == "thinking" else texts).append(text)
         content = "".join(texts)
-    if content is None and (may_be_empty or thoughts):
-        content = ""
+    content = "" if content is None and (may_be_empty or thoughts) else said_by_number(content)
     if not isinstance(content, str):
         raise DataError(f"{name} has content that is {kind_of(content)}, not text")
     return whole(name, content), thoughts
@@ -193,7 +217,9 @@ def _can_join(before: Mapping[str, Any], message: Mapping[str, Any], is_call: bo
     if before["role"] != message["role"] or before.get("train") != message.get("train"):
         return False
     plain = {"role", "content", "train"}
-    return is_call or (message["role"] in ("user", "assistant") and {*before} <= plain and {*message} <= plain)
+    if is_call:
+        return {*message} <= plain | {"tool_calls"}
+    return message["role"] in ("user", "assistant") and {*before} <= plain and {*message} <= plain
 
 
 def _as_one(messages: list[dict[str, Any]]) -> dict[str, Any]:

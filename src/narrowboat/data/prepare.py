@@ -133,10 +133,11 @@ class _Preparation:
         for paths in names:
             found = find(paths, splits=data.splits == "auto")
             held += found.heldout
-            twice = {*found.sources} & {*heldout}
-            if twice:
-                self.tell(Notice(f"data.train: {len(twice):,} files are named by data.heldout as well, and not learnt"))
-                found.sources = [source for source in found.sources if source not in twice]
+            measured = {source.identity for source in heldout}
+            learnt = [source for source in found.sources if source.identity not in measured]
+            if num := len(found.sources) - len(learnt):
+                self.tell(Notice(f"data.train: {num:,} files are named by data.heldout as well, and not learnt"))
+                found.sources = learnt
             if found.heldout and data.heldout:
                 self.tell(Notice("data.train: its validation files are left alone, since data.heldout names others"))
             store, own = self.examples(found, "data.train", ", ".join(paths))

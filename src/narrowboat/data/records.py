@@ -6,28 +6,30 @@ that its format does not read are counted (``keys.py``).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from narrowboat.data.calls import tools_of
-from narrowboat.data.jsons import parsed
+from narrowboat.data.jsons import kind_of, parsed
 from narrowboat.data.keys import (
+    BESIDE,
     FLAGS,
     FORMATS,
     IN_MESSAGES,
+    JUDGED,
     MESSAGE,
     OTHER_NAMES,
     REFUSED,
     WANTED,
     Told,
+    as_flag,
     is_aside,
     is_empty,
     is_learnt,
     refuse,
 )
-from narrowboat.data.messages import kind_of, messages_of, renamed, whole
+from narrowboat.data.messages import messages_of, renamed, said_by_number, whole
 from narrowboat.data.raw import Record
 from narrowboat.errors import DataError, did_you_mean
 
@@ -121,30 +123,28 @@ class Records:
         value: Mapping[str, Any] = record.value
         if self._names:
             value = renamed(value, self._names, self.told)
+        value = _under_usual(value, BESIDE)
         refuse(value, "it")
-        name, value = _recognised(value) if self._form == "auto" else (self._form, value)
-        missing = [key for key in FORMATS[name].needs if key not in value]
-        if missing:
-            raise DataError(f"as {name} it lacks {' and '.join(missing)}; its fields are {', '.join(map(str, value))}")
-        flags = self._look_at(value, name)
-        if is_learnt(flags, "it") is False:
+        name, value = _recognised(value) if self._form == "auto" else (self._form, _forced(self._form, value))
+        if self._is_unlearnt(value, name):
             raise Unlearnt
         return self._made(name, record, value), name
 
-    def _look_at(self, value: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Count the fields that format ``name`` does not read; the flags among them."""
-        form, flags = FORMATS[name], {}
+    def _is_unlearnt(self, value: Mapping[str, Any], name: str) -> bool:
+        """Whether the record's flags say so; counts the fields that format ``name`` does not read."""
+        form, flags, is_bad = FORMATS[name], {}, False
         for key, item in value.items():
             if key in form.needs or key in form.may_have or key in REFUSED or is_empty(item):
                 continue
             is_measure = isinstance(item, (int, float)) and item not in (0, 1)
+            is_judged = isinstance(item, (bool, str)) and as_flag(item) is not None
             if key in FLAGS and not is_measure:
                 flags[key] = item
+            elif key in JUDGED and name != "text" and is_judged:
+                is_bad = is_bad or not as_flag(item)
             else:
                 self.told.add(str(key))
-        if name == "prompt_completion" and value.get("label") is False:  # as KTO has it
-            flags["learn"] = False
-        return flags
+        return is_bad or is_learnt(flags, "it") is False
 
     def _made(self, name: str, record: Record, value: Mapping[str, Any]) -> Document:
         if name == "text":
@@ -175,14 +175,11 @@ def _recognised(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     Raises:
         DataError: with the fields found and the known formats.
     """
-    usual = {other: name for other, name in OTHER_NAMES.items() if is_empty(value.get(name))}
-    others = {usual.get(key, key): item for key, item in value.items()}
-    full = {key for key, item in value.items() if not is_empty(item)}
-    for fields, of in ((full, value), ({usual.get(key, key) for key in full}, others), ({*value}, value)):
-        for name, form in FORMATS.items():
-            is_request = name == "alpaca" and "output" in fields and "input" in fields
-            if is_request or fields.issuperset(form.needs):
-                return name, {"instruction": "", **of} if is_request else of
+    others = _under_usual(value, OTHER_NAMES)
+    for fields, of in ((_full(value), value), (_full(others), others), ({*value}, value)):
+        for name in FORMATS:
+            if _fits(name, fields):
+                return name, of
     known = sorted({key for form in FORMATS.values() for key in form.needs})
     hints = "".join(did_you_mean(str(key), known) for key in value)
     found = ", ".join(map(str, value)) or "none"
@@ -190,15 +187,43 @@ def _recognised(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     raise DataError(f"its fields ({found}) are none of {forms}{hints}")
 
 
+def _forced(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record under the usual names of format ``name``.
+
+    Raises:
+        DataError: with the fields that it lacks.
+    """
+    needs = FORMATS[name].needs
+    value = _under_usual(value, {other: usual for other, usual in OTHER_NAMES.items() if usual in needs})
+    if not _fits(name, {*value}):
+        missing = " and ".join(key for key in needs if key not in value)
+        raise DataError(f"as {name} it lacks {missing}; its fields are {', '.join(map(str, value))}")
+    return value
+
+
+def _fits(name: str, fields: Set[str]) -> bool:
+    """Whether ``fields`` make format ``name``; Alpaca's question may be all input."""
+    return fields >= {*FORMATS[name].needs} or (name == "alpaca" and fields >= {"input", "output"})
+
+
+def _full(value: Mapping[str, Any]) -> set[str]:
+    return {key for key, item in value.items() if not is_empty(item)}
+
+
+def _under_usual(value: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    """``value`` with its fields ``{other name: usual one}`` under their usual names, where those hold nothing."""
+    full = _full(value)
+    used = {other: usual for other, usual in names.items() if other in full and usual not in full}
+    return {used.get(key, key): item for key, item in value.items() if key not in used.values()} if used else value
+
+
 def _text(record: Record) -> Text:
     text = _string(record.value, "text", may_be_empty=record.block > 0)
     return Text(record.place, text, record.kind, record.block, record.is_last, record.lead, record.breaks_off)
 
 
-def _string(value: Mapping[str, Any], key: str, may_be_empty: bool = False, may_be_number: bool = False) -> str:
-    text = value.get(key)
-    if may_be_number and isinstance(text, (int, float)) and not isinstance(text, bool):
-        text = json.dumps(text)
+def _string(value: Mapping[str, Any], key: str, may_be_empty: bool = False) -> str:
+    text = said_by_number(value.get(key))
     if not isinstance(text, str):
         raise DataError(f"{key} is {kind_of(text)}, not text")
     if not may_be_empty and not text.strip():
@@ -221,22 +246,19 @@ def _with_system(messages: list[dict[str, Any]], value: Mapping[str, Any]) -> li
 
 def _exchange(value: Mapping[str, Any]) -> list[dict[str, str]]:
     """Alpaca's question, with its input behind a blank line, and answer."""
-    request = _string(value, "instruction", may_be_empty=True) if value.get("instruction") is not None else ""
-    if not is_empty(value.get("input")):
-        extra = _string(value, "input", may_be_empty=True, may_be_number=True)
-        request = (
-            f"{request}\n\n{extra}" if request.strip() and extra.strip() else request if request.strip() else extra
-        )
-    if not request.strip():
+    parts = [_string(value, key, may_be_empty=True) for key in ("instruction", "input") if not is_empty(value.get(key))]
+    request = "\n\n".join(part for part in parts if part.strip())
+    if not request:
         raise DataError("instruction and input are empty")
-    answer = _string(value, "output", may_be_number=True)
-    return [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": _string(value, "output")}]
 
 
 def _history(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Alpaca's earlier exchanges: a list of questions with their answers."""
     pairs = value.get("history") or []
     pairs = parsed(pairs, "history") if isinstance(pairs, str) and pairs.strip() else pairs or []
+    if isinstance(pairs, list) and all(isinstance(pair, Mapping) for pair in pairs):
+        return pairs
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise DataError("history is no list of pairs, each a question and its answer")
     return [

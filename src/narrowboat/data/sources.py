@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from narrowboat.data.folders import listed, saved
 from narrowboat.data.hub import PREFIX, fetched
 from narrowboat.data.kinds import Source, shown, source_of
-from narrowboat.data.splits import Layout, Split, layout_of, split_named
+from narrowboat.data.splits import Layout, Listed, Split, layout_of, split_named
 from narrowboat.errors import DataError
 
 
@@ -53,12 +54,30 @@ def find(paths: Sequence[str], *, splits: bool = True, heldout: bool = False) ->
             layout = _layout(name, found, splits)
         except OSError as error:
             raise DataError(f"{shown(name)}: it cannot be read: {error.strerror or error}") from None
+        except DataError as error:
+            raise DataError(f"{error}{_with_comma(paths)}") from None
         found.sources += layout.plain
         if layout.has_splits:
             _take(name, layout, found, heldout)
         elif layout.left_out:
             found.told.append(f"{name}: {_few(layout.left_out)} are about the data and not read")
+    found.sources, num_more = _once(found.sources)
+    if num_more:
+        found.told.append(f"{num_more:,} files are named more than once, and read once")
     return found
+
+
+def _once(sources: Sequence[Source]) -> tuple[list[Source], int]:
+    """Each file once, and how many more there were."""
+    once = {source.identity: source for source in reversed(sources)}
+    return [source for source in sources if once[source.identity] is source], len(sources) - len(once)
+
+
+def _with_comma(names: Sequence[str]) -> str:
+    """A hint, where ``names`` were one name with commas in it."""
+    wholes = (mark.join(names) for mark in (",", ", "))
+    whole = next((whole for whole in wholes if len(names) > 1 and Path(whole).expanduser().exists()), "")
+    return f'; for the file {shown(whole)} write ["{shown(whole)}"], since commas part names' if whole else ""
 
 
 def _layout(name: str, found: Found, splits: bool) -> Layout[Source]:
@@ -78,10 +97,18 @@ def _layout(name: str, found: Found, splits: bool) -> Layout[Source]:
         if not matches:
             what = "no file matches it" if glob.has_magic(name) else "there is no such file or folder"
             raise DataError(f"{shown(name)}: {what}")
-        files = [part for match in matches for part in listed(Path(match), found.left_out, is_named=False) or ()]
+        base = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
+        files = [part for match in matches for part in _matching(Path(match), base, found.left_out)]
     if not splits or len(files) == 1:
         return Layout(plain=[source for _, _, source in files])
     return layout_of(files)
+
+
+def _matching(path: Path, base: Path, left_out: Counter[str]) -> Iterator[Listed[Source]]:
+    """The files at ``path``, which matches a pattern; ``base`` is what the pattern begins with."""
+    above = path.relative_to(base).parts
+    for parts, what, source in listed(path, left_out, is_named=False) or ():
+        yield (above if path.is_dir() else above[:-1]) + parts, what, source
 
 
 def _take(name: str, layout: Layout[Source], found: Found, heldout: bool) -> None:

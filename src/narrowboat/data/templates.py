@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from narrowboat.data.marks import END, THOUGHT, Marked, Message, Place, marked, read
+from narrowboat.data.marks import CALLS, END, THOUGHT, Marked, Message, Place, marked, num_marks, read
 from narrowboat.data.rendering import TODAY, Overrun, Renderer
 from narrowboat.errors import DataError, ModelError
 
@@ -30,6 +30,7 @@ class Written:
         tools: of the dialogue.
         texts: where each message's own text stands.
         thoughts: where each one's thought stands.
+        calls: where the name of each tool that is called stands.
         hidden: what the template does not show, counted.
     """
 
@@ -38,6 +39,7 @@ class Written:
     tools: Sequence[Any] | None
     texts: Sequence[Place]
     thoughts: Sequence[Place]
+    calls: Sequence[Place]
     hidden: Counter[str]
 
 
@@ -86,7 +88,8 @@ class Template:
             messages = self._with_calls(messages, tools)
             text = self.text(messages, tools)
             places, way = self._places(text, messages, tools)
-            written = Written(text, messages, tools, places[: len(messages)], places[len(messages) :], Counter())
+            num = len(messages)
+            written = Written(text, messages, tools, places[:num], places[num : 2 * num], places[2 * num :], Counter())
             written.hidden.update(self._hidden(written, way))
         except Overrun as error:
             self._num_overruns += 1
@@ -147,7 +150,7 @@ class Template:
     ) -> tuple[list[Place], Marked]:
         for way in marked(messages):
             shown = self.attempt(way.messages, tools)
-            places = None if shown is None else read(shown, text, way.base, 2 * len(messages))
+            places = None if shown is None else read(shown, text, way.base, num_marks(messages))
             if places is not None:
                 return places, way
         raise DataError(f"the chat template of {self.name} rewrites it so that the assistant's turns cannot be found")
@@ -171,10 +174,13 @@ class Template:
                 is_cut = way.with_start and role in way.roles and place.start is None and place.end is not None
                 hidden["beginnings of texts (earlier thoughts, as a rule)"] += is_cut
             if message.get(THOUGHT):
-                is_shown = thought != Place() if way.with_thoughts else _find(message[THOUGHT], written.text, 0)[0]
+                is_shown = thought != Place() if way.with_all else _find(message[THOUGHT], written.text, 0)[0]
                 hidden["thoughts"] += not is_shown
             if role != "tool" and message.get("name"):
                 hidden["names of speakers"] += str(message["name"]) not in written.text
+        names = [call["function"]["name"] for message in written.messages for call in message.get(CALLS) or ()]
+        for name, call in zip(names, written.calls, strict=True):
+            hidden["calls of tools"] += call == Place() if way.with_all else name not in written.text
         if written.tools and self.attempt(written.messages, None) == written.text:
             hidden["descriptions of tools"] += len(written.tools)
         return +hidden

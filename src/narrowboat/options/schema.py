@@ -6,6 +6,7 @@ Options are what the user decides, and may change the result. What Narrowboat de
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -23,15 +24,22 @@ from pydantic import (
 )
 
 
-def _split_commas(value: object) -> object:
-    """A flag gives ``q_proj,v_proj`` where a file gives a list."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+def _listed(value: object) -> object:
+    """A flag gives ``q_proj,v_proj`` where a file gives a list; or the list in JSON, for names with a comma."""
+    if not isinstance(value, str):
+        return value
+    if not re.match(r"\s*\[\s*[\"{]", value):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it begins like a list in JSON and is none: {type(error).__name__}: {error}") from None
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
-Variants = Annotated[tuple[Literal["rslora", "dora", "fa"], ...], BeforeValidator(_split_commas)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Variants = Annotated[tuple[Literal["rslora", "dora", "fa"], ...], BeforeValidator(_listed)]
 RankEntry = Annotated[str, StringConstraints(pattern=r"^.+=[1-9]\d*(/\d+(\.\d+)?)?$")]
-RankEntries = Annotated[tuple[RankEntry, ...], BeforeValidator(_split_commas)]
+RankEntries = Annotated[tuple[RankEntry, ...], BeforeValidator(_listed)]
 
 
 class Group(BaseModel):
@@ -128,18 +136,19 @@ class Portion(Group):
     share: float = Field(gt=0, le=1)
 
 
-def _split_sources(value: object) -> object:
-    """A flag gives names between commas, or a mixture as JSON, where a file gives a list."""
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
-        return json.loads(value)
-    return _split_commas(value)
-
-
 SourceEntry = Annotated[
     Annotated[str, Tag("name")] | Annotated[Portion, Tag("portion")],
     Discriminator(lambda value: "name" if isinstance(value, str) else "portion"),
 ]
-Sources = Annotated[tuple[SourceEntry, ...], BeforeValidator(_split_sources)]
+Sources = Annotated[tuple[SourceEntry, ...], BeforeValidator(_listed)]
+
+
+USUAL_FIELDS = (
+    "text", "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "system",
+    "tools", "functions", "label", "train", "id", "role", "content", "name", "tool_calls", "tool_call_id",
+    "reasoning_content",
+)  # fmt: skip
+"""Of records and of messages; ``id`` stands for all that is set aside."""
 
 
 class DataOptions(Group):
@@ -148,7 +157,8 @@ class DataOptions(Group):
     train: Sources = Field(
         (),
         description="What to learn from: files, folders, zip archives, patterns such as data/*.jsonl, "
-        "hub:owner/name[/config][:split]; or a mixture, [{path: a/, share: 0.7}, {path: b/, share: 0.3}].",
+        'hub:owner/name[/config][:split]; ["a,b.jsonl"] for a name with a comma; or a mixture, '
+        "[{path: a/, share: 0.7}, {path: b/, share: 0.3}].",
     )
     heldout: Names = Field((), description="What to measure on, named likewise; never learnt.")
     splits: Literal["auto", "all"] = Field(
@@ -203,9 +213,12 @@ class DataOptions(Group):
     @field_validator("columns")
     @classmethod
     def _columns_are_pairs(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
-        wrong = [pair for pair in columns if not all(pair.partition("="))]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} is no pair; write it like text=body")
+        for pair in columns:
+            usual, _, yours = pair.partition("=")
+            if not usual or not yours:
+                raise ValueError(f"{pair!r} is no pair; write it like text=body")
+            if usual not in USUAL_FIELDS:
+                raise ValueError(f"{usual!r} is no usual name of a field; they are {', '.join(USUAL_FIELDS)}")
         return columns
 
 
