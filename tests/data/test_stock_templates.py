@@ -24,6 +24,12 @@ ENDS += ("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<|endoftext|>", "</s>")
 CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
+
+def special_names(text: str) -> list[str]:
+    """What looks like a special token in a template."""
+    return sorted({*re.findall(SPECIAL, text)})
+
+
 pytestmark = pytest.mark.skipif(not NAMES, reason="this version of TRL keeps no templates")
 
 
