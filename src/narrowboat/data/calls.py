@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from narrowboat.data.jsons import is_deep, kind_of, parsed
+from narrowboat.data.jsons import as_text, is_deep, kind_of, parsed, whole
 from narrowboat.data.keys import TOOLS, Told, is_empty
 from narrowboat.errors import DataError
 
@@ -62,6 +62,8 @@ def tools_of(value: Mapping[str, Any], fills_nulls: bool = False) -> list[Any] |
             tool = {"type": "function", "function": tool} if is_bare else tool
             if tool not in tools:
                 tools.append(tool)
+    if tools:
+        whole("a description of a tool", as_text(tools))
     return tools or None
 
 

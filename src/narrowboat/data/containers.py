@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from narrowboat.errors import DataError
+from narrowboat.errors import DataError, cut
 
 UNREADABLE = (
     OSError, EOFError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError, TypeError,
@@ -30,6 +30,7 @@ UNREADABLE = (
 """What libraries raise over damaged files."""
 
 CHUNK_BYTES = 1 << 16
+XZ_BYTES = 2 << 30  # of the dictionary that a file asks for; xz -9 asks for 64 MiB
 
 
 class Damaged(Exception):
@@ -62,8 +63,22 @@ def opened(path: Path, member: str = "") -> Iterator[tuple[IO[bytes], IO[bytes]]
 
 
 def said(error: BaseException) -> str:
-    """The first line of what an error says, or its name."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of what an error says, or its name; the beginning of one that is long."""
+    return cut(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__))
+
+
+def members(path: Path) -> list[zipfile.ZipInfo]:
+    """The files of a zip archive, by name.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [member for member in archive.infolist() if not member.is_dir()]
+    except UNREADABLE as error:
+        raise DataError(f"the archive cannot be read: {said(error)}") from None
+    return sorted(found, key=lambda member: member.filename)
 
 
 @dataclass(frozen=True)
@@ -100,10 +115,14 @@ class _Gzip:
         return self._zlib.unused_data
 
 
+def _xz() -> lzma.LZMADecompressor:
+    return lzma.LZMADecompressor(memlimit=XZ_BYTES)
+
+
 _CODECS = (
     _Codec(b"\x1f\x8b", re.compile(rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04][\x00-\x0d\xff]", re.DOTALL), _Gzip),
     _Codec(b"BZh", re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)"), bz2.BZ2Decompressor),
-    _Codec(b"\xfd7zXZ\x00", re.compile(rb"\xfd7zXZ\x00"), lzma.LZMADecompressor),
+    _Codec(b"\xfd7zXZ\x00", re.compile(rb"\xfd7zXZ\x00"), _xz),
 )
 _BY_ARROW = ((b"\x28\xb5\x2f\xfd", "zstd"), (b"\x04\x22\x4d\x18", "lz4"))
 _LONGEST_MAGIC = 16

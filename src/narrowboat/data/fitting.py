@@ -201,7 +201,10 @@ class Fitter:
         options = self.options.dialogues
         costs = np.bincount(full.message, minlength=max(max(e) for e in outline.exchanges) + 1)
         exchanges = np.array([costs[list(exchange)].sum() for exchange in outline.exchanges])
-        room = Room(exchanges, int(costs[list(outline.pinned)].sum()), self.max_tokens)
+        pinned = int(costs[list(outline.pinned)].sum())
+        if (more := full.num_head - pinned) > 0:  # descriptions of tools, and what the template says of itself
+            exchanges[0], pinned = max(exchanges[0] - more, 0), full.num_head
+        room = Room(exchanges, pinned, self.max_tokens)
         if options.policy == "first_and_recent":
             return first_and_recent(outline, room, options.recent)
         if options.policy == "keyframes":

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 import stat
-import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from narrowboat.data.containers import UNREADABLE, said
+from narrowboat.data.containers import members, said
 from narrowboat.data.kinds import ARCHIVE, KINDS, RECORDS, TEXTS, Source, kind_of, shown, source_of
 from narrowboat.data.splits import Kind, Listed
 from narrowboat.errors import DataError
@@ -59,12 +58,11 @@ def _opened(path: Path, left_out: Counter[str]) -> list[Listed[Source]]:
         left_out[path.suffix or path.name] += 1
         return []
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = [member for member in archive.infolist() if not member.is_dir()]
-    except UNREADABLE as error:
-        raise DataError(f"{shown(path)}: the archive cannot be read: {said(error)}") from None
+        found = members(path)
+    except DataError:  # told when its turn to be read comes
+        return [((shown(path.name),), "records", Source(path, ARCHIVE, path.stat().st_size))]
     inside: list[Listed[Source]] = []
-    for member in sorted(members, key=lambda member: member.filename):
+    for member in found:
         inner = PurePosixPath(member.filename)
         kind = kind_of(inner)
         if kind is None or any(part.startswith((".", "__")) for part in inner.parts):

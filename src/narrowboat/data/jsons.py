@@ -14,21 +14,54 @@ from narrowboat.data.limits import DEPTH, DIGITS
 from narrowboat.errors import DataError
 
 
-def parsed(text: str, name: str = "") -> Any:
+def parsed(text: str, name: str = "it") -> Any:
     """The value that ``text`` holds; ``name`` begins the sentence if it cannot be read.
 
     Raises:
-        DataError: it is not valid JSON, nested too deeply, or holds a number of too many digits.
+        DataError: it is not valid JSON, nested too deeply, has one field twice, or a number of too many digits.
     """
     try:
-        value = json.loads(text, parse_constant=_constant)
+        value = json.loads(text, parse_constant=_constant, object_pairs_hook=_object)
     except DataError as error:
-        raise DataError(f"{name} {error}".strip()) from None
+        raise DataError(f"{name} {error}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{name} {why_not(error)}".strip()) from None
-    if is_deep(value, text.count("{") + text.count("[")):
-        raise DataError(f"{name} {_TOO_DEEP}".strip())
-    return value
+        raise DataError(f"{name} {why_not(error)}") from None
+    return checked(value, text, 0, len(text), name)
+
+
+def checked(value: Any, text: str, start: int, end: int, name: str = "it") -> Any:
+    """The value that ``text[start:end]`` holds, with names of fields that can be written: half a character as its code.
+
+    Raises:
+        DataError: it is nested too deeply.
+    """
+    if is_deep(value, text.count("{", start, end) + text.count("[", start, end)):
+        raise DataError(f"{name} {_TOO_DEEP}")
+    return _with_whole_names(value) if text.find("\\ud", start, end) + text.find("\\uD", start, end) > -2 else value
+
+
+def whole(name: str, text: str) -> str:
+    """``text``; JSON can hold half of a character, which is no text.
+
+    Raises:
+        DataError: it holds one; ``name`` begins the sentence.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} holds half a character, {text[error.start]!r} at {error.start:,}") from None
+    return text
+
+
+def as_text(value: Any) -> str:
+    """``value`` as JSON, letters as they are; what is no JSON, such as a date, as its text."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _with_whole_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key.encode("utf-8", "backslashreplace").decode(): _with_whole_names(value[key]) for key in value}
+    return [_with_whole_names(item) for item in value] if isinstance(value, list) else value
 
 
 def kind_of(value: object) -> str:
@@ -71,5 +104,13 @@ def _constant(name: str) -> None:
         raise DataError(f"holds {name}, which is no number")
 
 
-DECODER = json.JSONDecoder(parse_constant=_constant)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise DataError(f"has two fields of the name {twice!r}")
+    return value
+
+
+DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_object)
 """For values that stand behind one another."""

@@ -50,6 +50,7 @@ class Rendered:
     num_lost: int = 0  # characters without a token
     special: Counter[str] = field(default_factory=Counter)  # names of special tokens in texts, by what they became
     hidden: Counter[str] = field(default_factory=Counter)  # what the template does not show
+    num_head: int = 0  # tokens before the first text that is no system prompt
 
     def renumber(self, numbers: Sequence[int]) -> Rendered:
         """The same, with message ``i`` called ``numbers[i]``: a part's messages by their places in the dialogue."""
@@ -133,7 +134,7 @@ class ChatTemplate:
         order = np.argsort(ends, kind="stable")  # some templates move the system prompt to the last question
         owner = ends[order].searchsorted(view.tokenised.edges[:-1], side="right")
         message_of = order[np.minimum(owner, len(order) - 1)].astype(np.int32)
-        return replace(rendered, turn=turn, message=message_of, words=words)
+        return replace(rendered, turn=turn, message=message_of, words=words, num_head=_num_head(view))
 
     def is_closed(self, labels: Tokens) -> bool:
         """Whether what is learnt last closes a turn."""
@@ -285,6 +286,12 @@ class ChatTemplate:
 
     def _is_blank(self, number: int) -> bool:
         return not self._tokenizer.decode([number], skip_special_tokens=False).strip()
+
+
+def _num_head(view: _View) -> int:
+    first = next((i for i, message in enumerate(view.messages) if message["role"] != "system"), None)
+    start = None if first is None else view.own_start(first)
+    return 0 if start is None else view.tokenised.span(start, start + 1)[0]
 
 
 def _unlabelled(text: str, tokenised: Tokenised, special: Counter[str], hidden: Counter[str]) -> Rendered:

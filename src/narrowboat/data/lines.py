@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from narrowboat.data.containers import CHUNK_BYTES, Damaged
-from narrowboat.data.jsons import DECODER, is_deep, kind_of, parsed, why_not
+from narrowboat.data.jsons import DECODER, checked, kind_of, parsed, why_not
 from narrowboat.data.limits import RECORD_BYTES
 from narrowboat.data.raw import Broken, Record
 from narrowboat.errors import DataError
@@ -120,18 +120,17 @@ class _Values:
             self._number += 1
             place = f"{self._name}, record {self._number}"
             try:
-                value, end = self._next()
+                decoded, end = self._next()
+                value = record(checked(decoded, self._buffer, self._at, end), place)
             except json.JSONDecodeError as error:
-                yield Broken(place, f"{why_not(error)}; the rest is not read")
+                yield Broken(place, f"it {why_not(error)}; the rest is not read")
                 return
             except (DataError, ValueError, RecursionError) as error:  # well written, but above a limit
-                yield Broken(place, str(error) if isinstance(error, DataError) else why_not(error))
+                yield Broken(place, str(error) if isinstance(error, DataError) else f"it {why_not(error)}")
                 self._skip()
                 continue
-            num_brackets = self._buffer.count("{", self._at, end) + self._buffer.count("[", self._at, end)
             self._at = end
-            too_deep = is_deep(value, num_brackets)
-            yield Broken(place, why_not(RecursionError())) if too_deep else record(value, place)
+            yield value
 
     def _is_at_value(self) -> bool:
         """Go to the next value, if there is one."""

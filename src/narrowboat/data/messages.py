@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from narrowboat.data.calls import call_in, calls_of
-from narrowboat.data.jsons import kind_of, parsed
+from narrowboat.data.jsons import as_text, kind_of, parsed, whole
 from narrowboat.data.keys import EXCHANGE, MESSAGE, PART, REFUSED, THOUGHTS, Told, is_aside, is_empty, is_learnt, refuse
 from narrowboat.data.limits import MESSAGES
 from narrowboat.errors import DataError, did_you_mean
@@ -101,15 +101,6 @@ def said_by_number(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-def whole(name: str, text: str) -> str:
-    """``text``; JSON can hold half of a character, which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{name} holds half a character, {text[error.start]!r} at {error.start:,}") from None
-    return text
-
-
 def _message(name: str, turn: Any, told: Told, fills_nulls: bool) -> tuple[dict[str, Any], bool]:
     """A message, and whether its role says that it is a call of a tool."""
     if not isinstance(turn, Mapping):
@@ -137,6 +128,8 @@ def _message(name: str, turn: Any, told: Told, fills_nulls: bool) -> tuple[dict[
             told.add(key, "message")
             if not is_aside(key):  # perhaps the chat template knows it
                 read[key] = value
+    if further := read.keys() - {"role", "content", "train"}:
+        whole(name, as_text([read[key] for key in further]))
     return read, role == CALLING
 
 

@@ -41,11 +41,12 @@ def with_cut_prompt(
         tokenised = encoder.encode_text([text])[0]
         num_marker = len(encoder.encode_text([f"\n{marker}\n"])[0]) + 4  # at the joins others may arise
         left = max(len(tokenised) - num_tokens - num_marker, LEAST_TOKENS)
+        if left + num_marker >= len(tokenised):
+            continue
         edges = tokenised.edges[np.flatnonzero(tokenised.is_whole)]
         first = int(edges[edges.searchsorted(tokenised.edges[left // 2], side="right") - 1])
         last = int(edges[edges.searchsorted(tokenised.edges[len(tokenised) - (left - left // 2)])])
-        if left + num_marker < len(tokenised):
-            note = marker.replace("{}", str(len(tokenised) - left))
-            cut = f"{text[:first]}\n{note}\n{text[last:]}"
-            return [*messages[:place], {**messages[place], "content": cut}, *messages[place + 1 :]]
+        note = marker.replace("{}", str(len(tokenised) - left))
+        cut = f"{text[:first]}\n{note}\n{text[last:]}"
+        return [*messages[:place], {**messages[place], "content": cut}, *messages[place + 1 :]]
     return None

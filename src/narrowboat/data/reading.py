@@ -18,9 +18,9 @@ from typing import IO
 import pyarrow as pa
 
 from narrowboat.data.boundaries import graphemes
-from narrowboat.data.containers import Damaged, opened
+from narrowboat.data.containers import Damaged, members, opened
 from narrowboat.data.csvs import csv_rows
-from narrowboat.data.kinds import COMPRESSED, Source
+from narrowboat.data.kinds import ARCHIVE, COMPRESSED, Source
 from narrowboat.data.lines import chunks, json_lines, json_values, not_utf8, numbered
 from narrowboat.data.markup import html_text, pdf_text
 from narrowboat.data.raw import Broken, Record
@@ -73,6 +73,9 @@ class Reader:
 
     def _read(self, source: Source) -> Iterator[Record | Broken]:
         name, kind = source.name, source.kind
+        if kind == ARCHIVE:  # which could not be listed
+            members(source.path)
+            return
         if kind in ("parquet", "arrow", "pdf"):
             yield from self._read_whole(source)
             return

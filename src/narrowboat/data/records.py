@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowboat.data.calls import tools_of
-from narrowboat.data.jsons import kind_of, parsed
+from narrowboat.data.jsons import kind_of, parsed, whole
 from narrowboat.data.keys import (
     BESIDE,
     FLAGS,
@@ -29,7 +29,7 @@ from narrowboat.data.keys import (
     is_learnt,
     refuse,
 )
-from narrowboat.data.messages import messages_of, renamed, said_by_number, whole
+from narrowboat.data.messages import messages_of, renamed, said_by_number
 from narrowboat.data.raw import Record
 from narrowboat.errors import DataError, did_you_mean
 

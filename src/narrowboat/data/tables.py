@@ -35,6 +35,9 @@ def parquet_rows(file: str | IO[bytes], name: str, wanted: Set[str], unread: Cou
         return
     with table:
         names = table.schema_arrow.names
+        if len({*names}) < len(names):
+            yield Broken(name, _TWINS)
+            return
         columns = [column for column in names if not wanted or column in wanted]
         first = 0
         for group in range(table.num_row_groups):
@@ -69,22 +72,32 @@ def arrow_rows(file: pa.NativeFile, name: str, wanted: Set[str], unread: Counter
     """
     first = 0
     for number, batch in enumerate(_batches(file), 1):
-        place = f"{name}, record batch {number}"
         if isinstance(batch, str):
-            yield Broken(place, f"damaged: {batch}")
+            yield Broken(f"{name}, record batch {number}", f"damaged: {batch}")
             continue
-        columns = [column for column in batch.schema.names if not wanted or column in wanted]
-        for column in {*batch.schema.names} - {*columns}:
-            unread[column] += len(batch) - batch.column(column).null_count
+        names = batch.schema.names
+        if len({*names}) < len(names):
+            yield Broken(name, _TWINS)
+            return
+        columns = [column for column in names if not wanted or column in wanted]
+        for column in {*names} - {*columns}:
+            unread[column] += _num_in(batch.column(column))
         chosen = batch.select(columns)
-        try:
-            chosen.validate(full=True)
-        except UNREADABLE as error:
-            yield Broken(place, f"damaged: {said(error)}", max(len(batch), 1))
-        else:
-            for start in range(0, len(chosen), ROWS):
-                yield from _rows(chosen.slice(start, ROWS), name, first + start)
+        for start in range(0, len(chosen), ROWS):
+            yield from _rows(chosen.slice(start, ROWS), name, first + start)
         first += len(batch)
+
+
+def _num_in(column: pa.Array) -> int:
+    """Rows with something in them, as far as that can be told."""
+    try:
+        column.validate()
+    except UNREADABLE:
+        return len(column)
+    return len(column) - int(column.null_count)
+
+
+_TWINS = "two of its columns are called the same"
 
 
 def _batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch | str]:
@@ -108,15 +121,17 @@ def _batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch | str]:
 
 
 def _rows(batch: pa.RecordBatch, name: str, first: int) -> Iterator[Record | Broken]:
-    """The rows of a small batch; where they cannot be converted together, one by one."""
+    """The rows of a batch; where they cannot be converted together, those of its halves."""
     try:
+        batch.validate(full=True)
         values: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
     except UNREADABLE as error:
         if len(batch) == 1:
             yield Broken(f"{name}, row {first + 1}", f"cannot be converted: {said(error)}")
             return
-        for i in range(len(batch)):
-            yield from _rows(batch.slice(i, 1), name, first + i)
+        half = len(batch) // 2
+        yield from _rows(batch.slice(0, half), name, first)
+        yield from _rows(batch.slice(half), name, first + half)
         return
     for number, value in enumerate(values, first + 1):
         yield Record(f"{name}, row {number}", value, "record", fills_nulls=True)
