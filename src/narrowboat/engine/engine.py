@@ -33,6 +33,7 @@ from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.finite import NotFinite, where_not_finite
 from narrowboat.memory.install import Installed, install
 from narrowboat.memory.linear_loss import shift
+from narrowboat.memory.reading import Reading
 from narrowboat.memory.schemes import Scheme
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.account import account, describe
@@ -205,6 +206,26 @@ class Engine:
         learnt = targets != IGNORED
         return TokenLosses(torch.cat(losses).float().cpu().numpy()[learnt], row.position_ids[learnt])
 
+    @property
+    def reads_on(self) -> bool:
+        """Whether all that layers hold of a document are keys and values."""
+        return not self._installed.anatomy.untileable_layers
+
+    def reading(self, num_tokens: int) -> Reading:
+        """A document of up to ``num_tokens`` tokens, of which nothing has been read yet."""
+        return Reading(len(self._installed.anatomy.layers), self.owner.inputs, num_tokens)
+
+    @torch.no_grad()
+    def read_on(self, reading: Reading, input_ids: torch.Tensor, place: int | None = None) -> torch.Tensor:
+        """Read ``[1, tokens]`` ids behind what was read, at positions from ``place`` on; logits ``[vocabulary]``."""
+        self.model.eval()
+        num_tokens, first = input_ids.shape[1], reading.offset if place is None else place
+        reading.expect(num_tokens)
+        positions = torch.arange(first, first + num_tokens, device=self.device)[None]
+        out = self.model(input_ids=input_ids.to(self.device), position_ids=positions, carry=reading)
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
     def _segment_losses(self, stretch: Stretch, handover: Handover) -> torch.Tensor:
         positions = handover.positions(self.device)
         return self._model_losses(stretch.input_ids, stretch.targets, positions, None, carry=handover)
@@ -307,6 +328,7 @@ class Engine:
             loss_weights=scaled,
             num_items_in_batch=num_items if scaled is None else self._scale_value,
             dropout_seeds=seeds,
+            learnt=batch.learnt,
         ).loss
 
     def _segment_loss(self, stretch: Stretch, handover: Handover, num_items: int, seed: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from narrowboat.errors import ModelError
 from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.dropout import Whereabouts
 from narrowboat.memory.linear_loss import Measures, linear_loss, shift
+from narrowboat.memory.reading import Reading
 from narrowboat.memory.router import Routers
 from narrowboat.memory.tail import Tail
 from narrowboat.model.anatomy import Anatomy
@@ -31,7 +32,7 @@ class Given:
 
     lengths: Sequence[Sequence[int]] | None = None
     seeds: Sequence[int] | None = None
-    carry: Handover | None = None
+    carry: Handover | Reading | None = None
 
     @property
     def offset(self) -> int:
@@ -85,7 +86,8 @@ class CausalForward:
         dropout_seeds: Sequence[int] | None = None,
         fused_lm_head: bool = False,
         by_token: bool = False,
-        carry: Handover | None = None,
+        learnt: torch.Tensor | None = None,
+        carry: Handover | Reading | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the model; with labels, only as far as the loss.
@@ -93,9 +95,11 @@ class CausalForward:
         Most arguments are transformers' own. ``shift_labels`` are labels that are targets already, and by
         ``num_items_in_batch`` the summed loss is divided. Ours are ``loss_weights``, ``[batch, tokens]``, a factor for
         the loss of each target; ``lengths``, those of each row's documents; ``dropout_seeds``, a number for each row,
-        from which its dropout follows; ``by_token``, for a loss of each target, ``[batch, tokens]``; and ``carry``,
-        where the one row is a segment that sees what earlier segments of its document left. ``fused_lm_head`` is
-        TRL's: it wants each token's log-probability, entropy and whether it is the likeliest.
+        from which its dropout follows; ``learnt``, flat positions of targets that are learnt, which spares asking the
+        device for them; ``by_token``, for a loss of each target, ``[batch, tokens]``; and ``carry``,
+        where the one row is a segment that sees what earlier segments of its document left, or, without labels, what
+        has been read: then the last token's logits are given. ``fused_lm_head`` is TRL's: it wants each token's
+        log-probability, entropy and whether it is the likeliest.
         """
         inputs = {
             "input_ids": input_ids,
@@ -103,6 +107,8 @@ class CausalForward:
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
         }
+        if isinstance(carry, Reading):
+            return self._read_on(inputs, carry, kwargs)
         if self._closed or (labels is None and shift_labels is None):
             theirs = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
             with self._head_for_logits():
@@ -118,7 +124,7 @@ class CausalForward:
         at = partial(self._at_chunk, given, targets.shape[1])
         with self._weights.visit_head():
             hidden = out.last_hidden_state
-            losses = linear_loss(hidden, targets, self._tail, self.chunk_tokens, loss_weights, at, measures)
+            losses = linear_loss(hidden, targets, self._tail, self.chunk_tokens, loss_weights, at, measures, learnt)
         self._whereabouts.leave()
         auxiliary = self._routers.auxiliary_loss(out.get("router_logits"), attention_mask)
         if measures is not None:
@@ -129,6 +135,19 @@ class CausalForward:
         if auxiliary is not None:
             loss = loss + self._routers.coefficient * auxiliary
         return CausalLMOutputWithPast(loss=loss)
+
+    def _read_on(self, inputs: dict[str, Any], reading: Reading, kwargs: dict[str, Any]) -> CausalLMOutputWithPast:
+        """Logits ``[1, 1, vocabulary]`` of the last token."""
+        self.given = Given(None, [0], reading)
+        try:
+            with self._tail.left_to_the_loss():
+                out = self._backbone(**inputs, **_for_backbone(kwargs))
+        finally:
+            self.given = None
+        self._whereabouts.leave()
+        with self._weights.visit_head():
+            logits = self._tail.logits(self._tail.norm(out.last_hidden_state[:, -1:]))
+        return CausalLMOutputWithPast(logits=logits)
 
     @contextmanager
     def _head_for_logits(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from narrowboat.options.schema import Options
 from narrowboat.owner.causes import BASE_WEIGHTS
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.recorder import Work
-from narrowboat.planner.rehearsal import EVALUATION, STEP, Rehearsal, Trace, cut_to
+from narrowboat.planner.rehearsal import EVALUATION, READING, STEP, Rehearsal, Trace, cut_to
 from narrowboat.planner.sample import Sample, sample_layers, whole_sample
 from narrowboat.planner.whole import Whole, carry_on, total
 
@@ -119,7 +119,11 @@ class Forecaster:
         evaluation = self._whole(near, num_tokens, num_rows, work=EVALUATION)
         if not self.work.trains:
             loading = self._loading(total(evaluation.rest, "device"), evaluation.resting_weights)
-            return {"loading": loading, "evaluation": total(evaluation.peak("device"), "device")}
+            phases = {"loading": loading, "evaluation": total(evaluation.peak("device"), "device")}
+            if not self.untileable:  # whose answers go through their own cache
+                reading = self._whole(near, num_tokens, 1, work=READING)
+                phases["answers"] = total(reading.peak("device"), "device")
+            return phases
         step = self._whole(near, num_tokens, num_rows)
         resting = total(step.after, "device")
         return {

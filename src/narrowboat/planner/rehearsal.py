@@ -26,7 +26,7 @@ from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, 
 
 FIRST_TOKENS = 8
 
-STEP, EVALUATION = "step", "evaluation"
+STEP, EVALUATION, READING = "step", "evaluation", "reading"
 """What may be rehearsed."""
 
 
@@ -94,7 +94,7 @@ class Rehearsal:
                 self._work(STEP, self._engine.plan, 1, FIRST_TOKENS)
 
     def run(self, work: str, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Trace:
-        """One ``STEP`` or ``EVALUATION`` over a micro-batch ``[num_rows, num_tokens]``."""
+        """One ``STEP``, ``EVALUATION`` or ``READING`` of a micro-batch ``[num_rows, num_tokens]``."""
         recorder = self._recorder
         recorder.forget()
         with self._fakes, recorder, self._moments():
@@ -116,6 +116,10 @@ class Rehearsal:
         self._recorder.begin(START)
         if work == EVALUATION:
             self._engine.evaluate(rows)
+        elif work == READING:
+            reading = self._engine.reading(num_tokens)
+            self._engine.read_on(reading, torch.zeros(1, num_tokens, dtype=torch.long))
+            reading.release()
         else:
             self._engine.step(rows, 1e-4, seed=0, after_micro_batch=lambda: self._recorder.begin(UPDATE))
         self._recorder.end()
