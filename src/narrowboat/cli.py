@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong options, 3 does not fit the budget, 130 an
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import logging
 import sys
@@ -33,6 +34,9 @@ def main() -> None:
     """Run the command line; what Narrowboat refuses becomes one clear message and an exit code."""
     for talkative in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # of kernels that this machine cannot use
         logging.getLogger(talkative).setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a console has no letters for is written as escapes
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except NarrowboatError as error:

@@ -25,7 +25,7 @@ from narrowboat.data.mixture import Mixture
 from narrowboat.data.packing import row_numbers
 from narrowboat.data.sources import Found, find
 from narrowboat.data.store import Rows, Store
-from narrowboat.data.trains import Trains, stretches
+from narrowboat.data.trains import Trains, num_silent, stretches
 from narrowboat.errors import DataError
 from narrowboat.events import Notice, Tell
 from narrowboat.options.schema import Options
@@ -85,6 +85,10 @@ def prepare(
         train_numbers, heldout_numbers = _split(store, options.data.heldout_share, options.train.seed)
     if mixture.shares:
         train_numbers = mixture.chosen(store, train_numbers, options.train.seed, account)
+    if options.carry.is_on and (num := num_silent(store, train_numbers)):
+        tell(
+            Notice(f"data.train: {num:,} segments have nothing to learn; each goes with the step behind it, none alone")
+        )
     return _packed(options, account, (store, train_numbers), (heldout_store, heldout_numbers))
 
 

@@ -131,6 +131,16 @@ class Store:
         arrays = [np.diff(batch.column("input_ids").offsets.to_numpy()) for batch in self.batches]
         return np.concatenate(arrays).astype(np.int32) if arrays else np.empty(0, np.int32)
 
+    @cached_property
+    def begins_learnt(self) -> NDArray[np.bool_]:
+        """Whether the first token that is an example's own is learnt."""
+        arrays = []
+        for batch in self.batches:
+            runs = batch.column("runs")
+            num_unlearnt = runs.values.to_numpy()[runs.offsets.to_numpy()[:-1]]
+            arrays.append(num_unlearnt == batch.column("before").to_numpy())
+        return np.concatenate(arrays) if arrays else np.empty(0, np.bool_)
+
     def column(self, name: str) -> NDArray[np.int32]:
         """One number of each example: num_supervised, document, segment or offset."""
         arrays = [batch.column(name).to_numpy(zero_copy_only=True) for batch in self.batches]

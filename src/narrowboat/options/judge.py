@@ -18,8 +18,10 @@ def contradictions(options: Options) -> Iterator[tuple[str, str]]:
     ]
     if limits:
         limit, key = min(limits)
-        if (overlap := segments.overlap_of(limit)) >= limit:
-            yield "segments.overlap", f"{overlap:,} tokens leave no room in {key}: {limit:,}"
+        is_both = segments.overlap_sides == "both"
+        if (overlap := segments.overlap_of(limit) * (1 + is_both)) >= limit:
+            where = " on both sides together" if is_both else ""
+            yield "segments.overlap", f"{overlap:,} tokens{where} leave no room in {key}: {limit:,}"
     if options.carry.is_on and segments.overlap:
         yield (
             "segments.overlap",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from hashlib import blake2s
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,29 @@ def load(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Op
     except ValidationError as error:
         mistakes += [_mistake(detail, places) for detail in error.errors() if detail["type"] != "extra_forbidden"]
     else:
-        for key, problem in contradictions(options):
-            group, name = key.split(".")
-            value = getattr(getattr(options, group), name)
-            mistakes.append(Mistake(places.get(key) or places.get(group) or "options", key, value, problem))
+        mistakes += _contradictions(options, places)
     if mistakes:
         raise OptionError(mistakes)
     return options
+
+
+def of(given: Options | Mapping[str, Any] | str | PathLike[str]) -> Options:
+    """Options from what a program has: ``{"lora": {"rank": 16}}``, ``{"lora.rank": 16}``, or a file's path.
+
+    Raises:
+        OptionError: with every mistake.
+    """
+    if isinstance(given, Options):
+        if mistakes := list(_contradictions(given, {})):
+            raise OptionError(mistakes)
+        return given
+    if not isinstance(given, Mapping):
+        return load(Path(given))
+    flags: dict[str, Any] = {}
+    for key, value in given.items():
+        is_group = key in Options.model_fields and isinstance(value, Mapping)
+        flags |= {f"{key}.{name}": item for name, item in value.items()} if is_group else {key: value}
+    return load(None, flags)
 
 
 def dump(options: Options, path: Path) -> None:
@@ -115,6 +132,13 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         for name in content if isinstance(content, dict) else ():
             places.setdefault(f"{group}.{name}", places[group])
     return {group: {} if content is None else content for group, content in groups.items()}, places
+
+
+def _contradictions(options: Options, places: Mapping[str, str]) -> Iterator[Mistake]:
+    for key, problem in contradictions(options):
+        group, name = key.split(".")
+        value = getattr(getattr(options, group), name)
+        yield Mistake(places.get(key) or places.get(group) or "options", key, value, problem)
 
 
 def _unknown(values: dict[str, Any], places: Mapping[str, str]) -> list[Mistake]:
