@@ -171,12 +171,19 @@ def _read(file: Any) -> Iterator[bytes | Damaged]:
         try:
             piece = file.read(CHUNK_BYTES)
         except UNREADABLE as error:
-            yield Damaged(f"damaged behind byte {num_bytes:,} of what it holds: {said(error)}")
+            yield Damaged(f"damaged behind byte {num_bytes:,} of what it holds: {_why(error)}")
             return
         if not piece:
             return
         num_bytes += len(piece)
         yield piece
+
+
+def _why(error: BaseException) -> str:
+    """What an error says; and what follows from a sum that does not fit, which stands behind what it is of."""
+    text = said(error)
+    is_sum = "incorrect data check" in text or "CRC" in text
+    return text + ("; what was read of it may hold other letters than were written" if is_sum else "")
 
 
 def _members(raw: IO[bytes], codec: _Codec) -> Iterator[bytes | Damaged]:
@@ -201,7 +208,7 @@ def _members(raw: IO[bytes], codec: _Codec) -> Iterator[bytes | Damaged]:
         except UNREADABLE as error:
             if not reason:
                 reason = (
-                    f"damaged at about byte {max(raw.tell() - len(fed), 0):,} of the compressed file: {said(error)}"
+                    f"damaged at about byte {max(raw.tell() - len(fed), 0):,} of the compressed file: {_why(error)}"
                 )
             data = _next_member(raw, fed, codec)
     if reason:
