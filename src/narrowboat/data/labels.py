@@ -225,7 +225,8 @@ class ChatTemplate:
         if before is not None:
             openings, num_closing = self._openings_after(view, number)
             if any(view.text.startswith(opening, before) and before + len(opening) == start for opening in openings):
-                _mark(view, before + num_closing, start, words, HEADER)
+                first = view.tokenised.span(before + num_closing, start)[0]  # <|end|> and <|assistant|> share <|
+                _mark(view, int(view.tokenised.edges[first]), start, words, HEADER)
         own = view.own_start(number)
         if own is None or own < start:
             return
