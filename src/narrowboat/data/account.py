@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowboat.data.keys import looks_like
+from narrowboat.errors import cut
 
 MAX_NAMED = 20  # broken records that are named; all are counted
 UNLEARNT = "records say of themselves that they are not to be learnt"
@@ -94,7 +95,7 @@ class Account:
         """Count ``num`` records that cannot be used."""
         self.num_broken += num
         if len(self.broken) < MAX_NAMED:
-            self.broken.append((place, reason))
+            self.broken.append((place, cut(reason)))
 
     def add_oversized(self, place: str, num_tokens: int, num_prompt: int, num_answer: int) -> None:
         """Note a dialogue whose last exchange alone has ``num_tokens``, too many."""

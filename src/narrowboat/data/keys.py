@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from narrowboat.errors import DataError
+from narrowboat.errors import DataError, cut
 
 
 class Format(NamedTuple):
@@ -111,7 +111,7 @@ class Told:
         Raises:
             DataError: it looks like more than a remark, and the data is read strictly.
         """
-        name = f"{key} of a {of}" if of else key
+        name = cut(f"{key} of a {of}" if of else key)
         if is_aside(key):
             self.aside[name] += num
             return
