@@ -6,8 +6,9 @@ loop and recorders) is put together here, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from narrowboat.options.schema import Options
 from narrowboat.owner.meter import Meter as meter
 from narrowboat.planner.answer import Answer
 from narrowboat.preparing import prepared_data, refuse_no_data
-from narrowboat.running import Job
+from narrowboat.running import Job, refuse_many_processes
 from narrowboat.settling import with_rank
 from narrowboat.training.checkpoint import newest_checkpoint
 from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, opened
@@ -52,25 +53,34 @@ def plan_for(options: Options, num_tokens: int | None = None, card: str = "") ->
     return planning.plan_for(planning.Question(options, num_tokens, card))
 
 
-def train(options: Options, resume: bool = False, quiet: bool = False, resume_anyway: Sequence[str] = ()) -> RunEnded:
+def train(
+    options: Options | Mapping[str, Any] | str | PathLike[str],
+    resume: bool = False,
+    quiet: bool = False,
+    resume_anyway: Sequence[str] = (),
+    callbacks: Sequence[Tell] = (),
+) -> RunEnded:
     """Train an adapter as ``options`` say and leave it in ``train.folder``/adapter.
 
     Args:
-        options: from ``options.load.load``.
+        options: a file's path, ``{"lora": {"rank": 16}}`` or ``{"lora.rank": 16}``, or what ``options.load`` gives.
         resume: go on from the newest whole checkpoint in the folder.
         quiet: show no progress; files are written all the same.
         resume_anyway: go on although these differ from what the checkpoint was made with: options (``lora.alpha``),
             or ``data``, ``weights``, ``tokenizer``.
+        callbacks: each is called with every event (``events.py``); one that fails hears no more, which is told.
 
     Raises:
         NarrowboatError: its kinds say what was refused, before which nothing in the folder has changed;
             ``Interrupted`` after a signal or ``train.max_minutes``, when the run is saved.
     """
+    options = load.of(options)
     refuse_no_data(options)
+    refuse_many_processes()
     folder, minutes = Path(options.train.folder), options.train.max_minutes
     resume = resume or bool(resume_anyway)
     with opened(folder, resume), StopRequest(None if minutes is None else 60 * minutes) as stop:
-        record = Record(folder, quiet=quiet)
+        record = Record(folder, quiet=quiet, callbacks=callbacks)
         job = Job(options, folder, record, quiet, stop)
         try:
             with said_in_words():

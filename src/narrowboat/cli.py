@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong options, 3 does not fit the budget, 130 an
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import logging
 import sys
@@ -33,6 +34,9 @@ def main() -> None:
     """Run the command line; what Narrowboat refuses becomes one clear message and an exit code."""
     for talkative in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # of kernels that this machine cannot use
         logging.getLogger(talkative).setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a console has no letters for is written as escapes
+            stream.reconfigure(errors="backslashreplace")
     try:
         with said_in_words():
             app()
@@ -86,9 +90,10 @@ def _flag(name: str, key: str) -> inspect.Parameter:
     names = [f"--{key}"]
     if field.annotation is bool:
         kind, names = bool | None, [f"--{key}/--{group}.no_{short}"]
+    meaning = f"{field.description} (default {default})" if default else str(field.description)
     declared = typer.Option(
         *names,
-        help=f"{field.description} (default {default})" if default else field.description,
+        help=meaning.replace("[", "\\["),  # which rich would take for markup
         metavar=None if field.annotation is bool else type_name(field.annotation),
         rich_help_panel=group,
         show_default=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from narrowboat.choosing import choose
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared
 from narrowboat.data.trains import Trains, TrainSchedule
+from narrowboat.errors import OptionError
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
 from narrowboat.machine.drafts import write_whole
 from narrowboat.machine.hardware import describe_device
@@ -187,6 +189,20 @@ class Job:
             schedule = StepSchedule(data.train.lengths, train.batch_tokens, train.seed, train.longest_first)
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
+
+
+def refuse_many_processes() -> None:
+    """A launcher starts several processes, and each of them would be the same run in the same folder.
+
+    Raises:
+        OptionError: this is one of several.
+    """
+    num = os.environ.get("WORLD_SIZE", "")
+    if num.isdecimal() and int(num) > 1:
+        raise OptionError(
+            f"This is process {os.environ.get('RANK', '0')} of {num}, as torchrun starts them (WORLD_SIZE={num}), and "
+            "Narrowboat has no option parallel: a run is one process. Start it without torchrun."
+        )
 
 
 def _go_on(ready: Assembled, checkpoint: Path) -> None:

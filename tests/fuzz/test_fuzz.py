@@ -21,6 +21,7 @@ from narrowboat.errors import NarrowboatError
 from narrowboat.machine.extras import quiet
 from narrowboat.options.schema import Options
 
+from .data_targets import DATA_TARGETS
 from .mutate import mutated
 from .targets import Folders, Target
 
@@ -43,10 +44,10 @@ def targets(run_options: Callable[..., Options], tiny_model: Path, kept: Path) -
         )
         api.train(options, quiet=True)
         shutil.copytree(options.train.folder, kept / "run")
-    return {target.name: target for target in Folders(tiny_model, kept / "run").all()}
+    return {target.name: target for target in [*Folders(tiny_model, kept / "run").all(), *DATA_TARGETS]}
 
 
-NAMES = [target.name for target in Folders(Path(), Path()).all()]
+NAMES = [target.name for target in [*Folders(Path(), Path()).all(), *DATA_TARGETS]]
 
 
 @pytest.mark.timeout(3600)

@@ -12,11 +12,12 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowboat.events import Event, Notice, Recorder
+from narrowboat.events import Event, Notice, Recorder, Tell
 from narrowboat.monitor.history import EVENTS_FILE, checked_line
 
 if TYPE_CHECKING:
@@ -33,13 +34,16 @@ class Record:
         folder: the run folder. A resumed run appends to what lies in it.
         console: where progress goes; the standard output if not given.
         quiet: no progress display.
+        callbacks: hear of every event at once.
     """
 
-    def __init__(self, folder: Path, console: Console | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self, folder: Path, console: Console | None = None, quiet: bool = False, callbacks: Iterable[Tell] = ()
+    ) -> None:
         from narrowboat.monitor.progress import Progress
 
         self._folder = folder
-        self._fanout = Fanout([] if quiet else [Progress(console)])
+        self._fanout = Fanout([*([] if quiet else [Progress(console)]), *map(_Callback, callbacks)])
         self._waiting: list[tuple[Event, datetime]] | None = []
 
     def record(self, event: Event) -> None:
@@ -119,6 +123,16 @@ class Fanout:
             else:
                 with suppress(OSError):
                     print(notice.text, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Callback:
+    """Somebody's function as a recorder."""
+
+    record: Tell
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class JsonLines:
