@@ -1,46 +1,50 @@
 """One decoder layer as one micro-batch calls it: whole, or a tile of it, forwards or backwards, or only to its keys.
 
-A layer is called as its model calls it, with the arguments of its own forward cut to the tile. Nothing here knows a
-model family: what the layer calls its cache is read from its signature.
+A layer is called as its model calls it, with the arguments of its own forward cut to the tile as its contract says.
+Nothing here knows a model family. What a layer reads beside the hidden states and what it gives back beside them, be it
+router states, a choice of keys for the next layer, or keys in a dictionary that later layers read, are inputs and
+outputs like the hidden states, and gradients flow through all of them.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map
 
 from narrowboat.errors import AnatomyError
+from narrowboat.memory.arguments import Path, Slot, mappings, replaced, takes, tensors
+from narrowboat.memory.autocast import AsCalled
+from narrowboat.memory.contract import Contract, Dims
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.tile import HandedOver, KeysValues, Link, Outputs, Tile
 from narrowboat.memory.unread import Unread
-from narrowboat.owner.values import has_values
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
-PROBE_TOKENS = 4
-SLICED = ("position_embeddings", "position_ids", "cache_position")
+MASK = "attention_mask"
+
+Tensors = Sequence[torch.Tensor]
 
 
 class LayerCall:
     """One decoder layer with what one micro-batch hands to it: runs any tile of it.
 
+    Inputs and outputs that follow the tokens are ``[batch, tokens, ...]`` here, wherever the layer has its tokens.
+
     Args:
         layer: the decoder layer.
         forward: its own forward, as it was before anything was installed.
-        arguments: what the backbone passed beside the hidden states. A layer whose tokens meet in attention gets a
-            ``Tile`` for its mask; any other one keeps the mask that it was passed.
+        x: the hidden states.
+        arguments: what the backbone passed beside them.
+        contract: how the layer is to be called.
         layout: the micro-batch's documents.
         before: told ``(start, stop)`` before each tile runs (dropout has to know).
+        collect: gives the layer's router logits of the last run, each ``[batch * tile, ...]``.
         visit: a context in which the layer's weights are on the device.
-        collect: gives the layer's further outputs of the last run, such as router logits; each
-            ``[batch * tile, ...]``.
-        attends: whether the layer has attention.
         link: to the segments before and after, where keys and values are carried; ``layout`` counts the carried
             tokens, and everything else begins behind them.
         scheme: of attention that is not full.
@@ -51,154 +55,176 @@ class LayerCall:
         self,
         layer: torch.nn.Module,
         forward: Callable[..., Any],
+        x: torch.Tensor,
         arguments: dict[str, Any],
+        contract: Contract,
         layout: Layout,
         before: Callable[[int, int], None],
-        collect: Callable[[], tuple[torch.Tensor, ...]],
+        collect: Callable[[], tuple[torch.Tensor, ...]] = tuple,
         visit: Callable[[], AbstractContextManager[None]] = nullcontext,
-        attends: bool = True,
         link: Link | None = None,
         scheme: Scheme | None = None,
         unread: Unread | None = None,
     ) -> None:
-        self.layer, self.layout, self._link = layer, layout, link
+        self.layer, self.layout, self.contract, self._link = layer, layout, contract, link
         self._first, self._scheme = 0 if link is None else link.num_carried, scheme
-        self._forward, self._before, self.collect, self.visit = forward, before, collect, visit
-        self._attends, self._unread = attends, unread
-        dropped = (*CACHE_NAMES, "use_cache", *(("attention_mask",) if attends else ()))
+        self._forward, self._before, self._collect, self.visit = forward, before, collect, visit
+        self._unread, self._given = unread, arguments
+        dropped = (*CACHE_NAMES, "use_cache", *((MASK,) if contract.attention == "ours" else ()))
         self._arguments = {name: value for name, value in arguments.items() if name not in dropped}
+        self.x = x.movedim(contract.token_dim, 1)
+        self.as_called = AsCalled(x.device)
+        self._form: Any = None
+        self._paths: list[Path] = []
 
     @cached_property
-    def _cache_name(self) -> str:
-        return cache_name(self.layer, self._forward)
+    def _learning(self) -> list[tuple[Path, torch.Tensor]]:
+        return [(path, t) for path, t in tensors(self._arguments) if t.requires_grad]
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The hidden states and all else to which gradients flow, such as a projection of the embeddings."""
+        return [self.x, *(t for _, t in self._learning)]
 
     @property
     def num_tokens(self) -> int:
         """Of a row, without what is carried."""
         return self.layout.num_tokens - self._first
 
-    @cached_property
-    def learning(self) -> list[torch.Tensor]:
-        """Tensors beside the hidden states to which gradients flow, such as a projection of the embeddings."""
-        return [t for t in tree_iter(self._arguments) if isinstance(t, torch.Tensor) and t.requires_grad]
-
-    def whole(self, x: torch.Tensor, learning: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """Run the whole row: ``[batch, tokens, hidden]`` to the same; with others in the place of what is learning."""
-        keys_values = None if self._link is None else self.keys_values()
-        instead = {id(old): new for old, new in zip(self.learning, learning, strict=False)}
-        arguments = tree_map(lambda value: instead.get(id(value), value), self._arguments)
-        return self._run(x, Tile(self.layout, self._first, self.layout.num_tokens, keys_values), arguments)
-
     @property
     def carries(self) -> bool:
         """Whether keys and values come from earlier segments and go on to later ones."""
         return self._link is not None
+
+    def whole(self, inputs: Tensors) -> list[torch.Tensor]:
+        """Run whole rows: the new hidden states, and whatever else the layer gives back."""
+        keys_values = None if self._link is None else self.keys_values()
+        return self._run(inputs, Tile(self.layout, self._first, self.layout.num_tokens, keys_values))
 
     def keys_values(self) -> KeysValues:
         """For the row that this call is about; nothing is there yet but what is carried."""
         return KeysValues(self.layout.num_tokens, self._link)
 
     def tile(
-        self,
-        x: torch.Tensor,
-        start: int,
-        keys_values: KeysValues,
-        outputs: Outputs | None = None,
-        again: bool = False,
-    ) -> torch.Tensor:
-        """Run ``[batch, tile, hidden]`` against the keys and values of earlier tiles."""
+        self, inputs: Tensors, start: int, keys_values: KeysValues, outputs: Outputs | None = None, again: bool = False
+    ) -> list[torch.Tensor]:
+        """Run ``[batch, tile, ...]`` against the keys and values of earlier tiles."""
         start += self._first
-        tile = Tile(self.layout, start, start + x.shape[1], keys_values, outputs=outputs, again=again)
-        return self._run(x, tile)
+        tile = Tile(self.layout, start, start + inputs[0].shape[1], keys_values, outputs=outputs, again=again)
+        return self._run(inputs, tile)
 
-    def backward(
-        self,
-        leaf: torch.Tensor,
-        start: int,
-        keys_values: KeysValues,
-        outputs: Outputs | None,
-        seeds: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:
-        """Recompute a tile and give the gradients of ``leaf``, its input, and of the layer's trainable parameters.
+    def cut(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The further inputs of the tokens ``start`` to ``stop``, as the layer has them."""
+        tile = Tile(self.layout, start + self._first, stop + self._first, None)
+        return [self._cut(path, t, tile) for path, t in self._learning]
 
-        ``seeds`` are the gradients of the output and the further outputs; those of keys and values that the tile sees
-        are gathered in ``keys_values``.
+    def gradients(self, inputs: Tensors, run: Callable[[Tensors], Tensors], seeds: Sequence[Any]) -> list[Any]:
+        """Run once more with a graph: gradients of ``inputs`` and of the layer's trainable parameters.
+
+        Args:
+            inputs: those that want a gradient require it.
+            run: gives the outputs.
+            seeds: the outputs' gradients; None where there is none.
         """
-        with torch.enable_grad(), self.leaving_out(leaf):
-            out = [self.tile(leaf, start, keys_values, outputs, again=True), *self.collect()]
-        pairs = [(o, s) for o, s in zip(out, seeds, strict=False) if s is not None]
-        wanted = [t for t in (leaf, *self.layer.parameters()) if t.requires_grad]
-        found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
-        return [*found] if leaf.requires_grad else [None, *found]
+        with torch.enable_grad(), self.as_called(), self._leaving_out("recomputed"):
+            out = run(inputs)
+        pairs = [(o, s) for o, s in zip(out, seeds, strict=True) if s is not None and o.requires_grad]
+        parameters = [p for p in self.layer.parameters() if p.requires_grad]
+        wanted = [t for t in inputs if t.requires_grad] + parameters
+        if not pairs:
+            return [None] * (len(inputs) + len(parameters))
+        grads = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
+        found = iter(grads)
+        return [*(next(found) if t.requires_grad else None for t in inputs), *found]
 
-    def rebuild(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
+    def rebuild(self, inputs: Tensors, start: int, keys_values: KeysValues) -> None:
         """Run a tile just far enough to leave its keys and values."""
-        with torch.no_grad(), self._leaving_out(x, recomputing=False):
-            self._hand_over(x, start, keys_values)
-
-    def _hand_over(self, x: torch.Tensor, start: int, keys_values: KeysValues) -> None:
         start += self._first
-        try:
-            self._run(x, Tile(self.layout, start, start + x.shape[1], keys_values, stop_at_keys=True))
-        except HandedOver:
-            return
+        tile = Tile(self.layout, start, start + inputs[0].shape[1], keys_values, stop_at_keys=True)
+        with torch.no_grad(), self.as_called(), self._leaving_out("rebuilt"):
+            try:
+                self._run(inputs, tile)
+            except HandedOver:
+                return
         raise AnatomyError(f"{type(self.layer).__name__} never hands over keys and values; use the plan recompute.")
 
-    def leaving_out(self, x: torch.Tensor) -> AbstractContextManager[None]:
-        """Without the projections whose values a second run of the layer has no use for."""
-        return self._leaving_out(x, recomputing=True) if self._attends else nullcontext()
+    def returned(self, outputs: Tensors) -> tuple[Any, list[torch.Tensor]]:
+        """What the backbone expects of the layer, and its router logits ``[batch * tokens, ...]``."""
+        own = [self._moved(path, t, back=True) for path, t in zip(self._paths, outputs, strict=False)]
+        out, left = replaced(self._form, lambda _, slot: own[slot.number])
+        for name, entries in left.items():
+            for key, value in entries.items():
+                self._given[name][key] = value
+        return out, [t.flatten(0, 1) for t in outputs[len(own) :]]
 
-    def _leaving_out(self, x: torch.Tensor, recomputing: bool) -> AbstractContextManager[None]:
+    def _leaving_out(self, how: str) -> AbstractContextManager[None]:
         """Without the projections that nobody reads."""
-        if self._unread is None or not has_values(x):
+        if self._unread is None or self.as_called.is_autocast:
             return nullcontext()
-        return self._unread.left_out(recomputing, partial(self._probe, x))
+        return self._unread.left_out(how)
 
-    def _probe(self, like: torch.Tensor) -> list[torch.Tensor | None]:
-        """What a few random tokens leave behind: keys, values, and with gradients enabled those of input and layer."""
-        all_tokens = self.layout.num_tokens - self._first
-        num_tokens = min(PROBE_TOKENS, all_tokens)
-        layout = Layout(all_tokens, (((0, num_tokens),),) * like.shape[0])
-        call = LayerCall(
-            self.layer, self._forward, self._arguments, layout, self._before, self.collect, scheme=self._scheme
-        )
-        generator = torch.Generator(like.device).manual_seed(0)
-        x, seed = (torch.empty_like(like[:, :num_tokens]).normal_(generator=generator) for _ in range(2))
-        keys_values = KeysValues(num_tokens)
-        if torch.is_grad_enabled():
-            return call.backward(x.requires_grad_(), 0, keys_values, None, [seed])
-        call.rebuild(x, 0, keys_values)
-        return [keys_values.keys, keys_values.values]
-
-    def _run(self, x: torch.Tensor, tile: Tile, given: dict[str, Any] | None = None) -> torch.Tensor:
+    def _run(self, inputs: Tensors, tile: Tile) -> list[torch.Tensor]:
         self._before(tile.start - self._first, tile.stop - self._first)
-        tile.scheme = self._scheme
-        given = self._arguments if given is None else given
-        arguments = {name: self._cut(name, value, tile) for name, value in given.items()}
+        tile.scheme, tile.joins = self._scheme, self.contract.tiles == "joined"
+        given = {path: t for (path, _), t in zip(self._learning, inputs[1:], strict=True)}
+        arguments = replaced(self._arguments, lambda path, t: given.get(path, None) if path in given else self._cut(path, t, tile))
+        known = {name: {key: id(value) for key, value in arguments[name].items()} for name in mappings(arguments)}
         if tile.keys_values is not None:
-            arguments[self._cache_name] = tile
-            arguments["use_cache"] = True
-        if self._attends:
-            arguments["attention_mask"] = tile
-        out = self._forward(x, **arguments)
-        return out[0] if isinstance(out, tuple) else out
+            arguments[cache_name(self.layer, self._forward)] = tile
+            if takes(self._forward, "use_cache"):
+                arguments["use_cache"] = True
+        if self.contract.attention == "ours":
+            arguments[MASK] = tile
+        out = self._forward(inputs[0].movedim(1, self.contract.token_dim), **arguments)
+        left = {
+            name: {key: value for key, value in arguments[name].items() if known[name].get(key) != id(value)}
+            for name in known
+        }
+        return self._taken_apart((out, left), num_rows=inputs[0].shape[0], is_tile=self._is_part(tile))
 
-    def _cut(self, name: str, value: Any, tile: Tile) -> Any:
+    def _taken_apart(self, value: Any, num_rows: int, is_tile: bool) -> list[torch.Tensor]:
+        """The tensors of what a run gave, hidden states first; in what form it gave them is remembered."""
+        found: list[torch.Tensor] = []
+        self._paths = []
+
+        def take(path: Path, t: torch.Tensor) -> Slot | None:
+            if is_tile and found and len(self._dims(path, t)) != 1:
+                return None  # such as attention's weights, which the backbone has no use for
+            self._paths.append(path)
+            found.append(self._moved(path, t))
+            return Slot(len(found) - 1)
+
+        self._form = replaced(value, take)
+        return [*found, *(t.unflatten(0, (num_rows, -1)) for t in self._collect())]
+
+    def _is_part(self, tile: Tile) -> bool:
+        return (tile.start, tile.stop) != (self._first, self.layout.num_tokens)
+
+    def _moved(self, path: Path, t: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """An output with its tokens in dimension 1, or back where the layer has them."""
+        dims = self._dims(path, t)
+        if len(dims) != 1 or dims[0] == 1:
+            return t
+        return t.movedim(1, dims[0]) if back else t.movedim(dims[0], 1)
+
+    def _dims(self, path: Path, t: torch.Tensor) -> Dims:
+        if path in ((0,), (0, 0)):
+            return (self.contract.token_dim,)
+        return self.contract.further.get(path, ())
+
+    def _cut(self, path: Path, value: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """What an argument's tensor is for a tile: its queries, and all keys up to its end."""
         start, stop, num_tokens = (at - self._first for at in (tile.start, tile.stop, self.layout.num_tokens))
         if (start, stop) == (0, num_tokens):
             return value
-        if name not in SLICED:
-            if isinstance(value, torch.Tensor) and num_tokens in value.shape[1:2]:
-                raise AnatomyError(
-                    f"{type(self.layer).__name__} takes a tensor {name!r} of {num_tokens} tokens, and it "
-                    "is not known how to cut it; use the plan recompute."
-                )
-            return value
-        if isinstance(value, tuple):
-            return tuple(self._cut(name, part, tile) for part in value)
-        if isinstance(value, torch.Tensor):
-            return value[start:stop] if value.dim() == 1 else value[:, start:stop]
-        return value
+        dims = self.contract.dims.get(path)
+        if dims is None:
+            dims = tuple(d for d, size in enumerate(value.shape) if size == num_tokens)
+        if len(dims) > 1:
+            return value.narrow(dims[0], start, stop - start).narrow(dims[1], 0, stop)
+        if dims and path in self.contract.keyed:
+            return value.narrow(dims[0], 0, stop)
+        return value.narrow(dims[0], start, stop - start) if dims else value
 
 
 def cache_name(layer: torch.nn.Module, forward: Callable[..., Any]) -> str:
@@ -207,9 +233,8 @@ def cache_name(layer: torch.nn.Module, forward: Callable[..., Any]) -> str:
     Raises:
         AnatomyError: when it takes none; such a layer cannot be tiled.
     """
-    parameters = inspect.signature(inspect.unwrap(forward)).parameters
     for name in CACHE_NAMES:
-        if name in parameters:
+        if takes(forward, name):
             return name
     raise AnatomyError(
         f"{type(layer).__name__} takes no key/value cache, so it cannot be tiled; use the plan recompute."
