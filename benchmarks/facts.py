@@ -15,7 +15,7 @@ import numpy as np
 
 from narrowboat.data.examples import IGNORED
 from narrowboat.data.trains import Train
-from narrowboat.evaluate.answers import Question
+from narrowboat.evaluation.answers import Question
 
 DEPTHS = (0.1, 0.35, 0.6, 0.85)
 PEOPLE = ("Ada", "Bao", "Carl", "Dora", "Emil", "Fatma", "Goro", "Hana", "Ivan", "Jada", "Kofi", "Lena")

@@ -29,8 +29,8 @@ from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import OptimizerOptions
 from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
-from narrowboat.train.governor import Governor
-from narrowboat.train.recovery import Recovery
+from narrowboat.training.governor import Governor
+from narrowboat.training.recovery import Recovery
 from narrowboat.units import GIB
 
 ROWS, TOKENS, STEPS = 4, 512, 7

@@ -34,7 +34,7 @@ from benchmarks.facts import DEPTHS, Case, dialogue, document
 from benchmarks.plot import Line, chart
 from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
-from narrowboat.evaluate.answers import answer
+from narrowboat.evaluation.answers import answer
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.model.adapters import adapt
 from narrowboat.model.embedded import fetch

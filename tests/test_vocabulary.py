@@ -49,7 +49,8 @@ def test_near_names_are_offered_and_far_ones_are_not() -> None:
     "wrong",
     [
         {"tile_tokens": 0},
-        {"layers": "recompute", "inputs": "disk"},
+        {"layers": "keep", "inputs": "disk"},
+        {"layers": "recompute", "keep_keys_values": True},
         {"layers": "keep", "input_stride": 2},
         {"tiles": 3},
     ],

@@ -15,7 +15,7 @@ from narrowboat import planning
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import choose
 from narrowboat.errors import Interrupted, OptionError
-from narrowboat.evaluate.compare import Comparison, compare, refuse_nothing_held_out
+from narrowboat.evaluation.compare import Comparison, compare, refuse_nothing_held_out
 from narrowboat.events import Event, Notice, RunEnded, Tell
 from narrowboat.memory.install import install
 from narrowboat.model.adapters import load_adapter_state
@@ -28,8 +28,8 @@ from narrowboat.planner.answer import Answer
 from narrowboat.preparing import prepared_data, refuse_no_data
 from narrowboat.running import ADAPTER, CHECKPOINTS, OPTIONS_FILE, Job
 from narrowboat.settling import with_rank
-from narrowboat.train.checkpoint import newest_checkpoint
-from narrowboat.train.recovery import Recovery
+from narrowboat.training.checkpoint import newest_checkpoint
+from narrowboat.training.recovery import Recovery
 
 __all__ = ["evaluate", "export", "install", "meter", "plan_for", "train"]
 

@@ -17,7 +17,7 @@ from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
 from narrowboat.planner.forecast import Workload
 from narrowboat.planner.search import Search
 from narrowboat.planner.target import limits_here, target_here
-from narrowboat.train.governor import Governor
+from narrowboat.training.governor import Governor
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.preparing import prepared_data
 from narrowboat.settling import with_rank
-from narrowboat.train.checkpoint import Position, newest_checkpoint, restore
-from narrowboat.train.loop import Course
-from narrowboat.train.loop import run as train
-from narrowboat.train.recovery import Recovery
+from narrowboat.training.checkpoint import Position, newest_checkpoint, restore
+from narrowboat.training.loop import Course
+from narrowboat.training.loop import run as train
+from narrowboat.training.recovery import Recovery
 
 OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, REPORT = (
     "options.yaml", "plan.json", "checkpoints", "adapter", "report.html",

@@ -14,8 +14,8 @@ from narrowboat.events import Event
 from narrowboat.owner.inputs import Elsewhere, OnDevice, OnHost, Store
 from narrowboat.owner.places import Disk, Host, map_scratch
 from narrowboat.owner.stride import Strided
-from narrowboat.train.checkpoint import newest_checkpoint
-from tests.train.runs import RUNGS, Run
+from narrowboat.training.checkpoint import newest_checkpoint
+from tests.training.runs import RUNGS, Run
 
 
 def no_layer(x: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,8 @@ def the_map() -> str:
         "memory/carry",
         "engine",
         "planner",
-        "train",
-        "evaluate",
+        "training",
+        "evaluation",
         "monitor",
     ]
     lines = ["```"]

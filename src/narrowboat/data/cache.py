@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from narrowboat.data.account import Account
+from narrowboat.data.fingerprint import Fingerprint
 from narrowboat.data.sources import Source
 from narrowboat.data.store import SCHEMA, Store
 from narrowboat.errors import DataError
@@ -29,7 +30,7 @@ from narrowboat.units import format_bytes
 MANIFEST = "manifest.json"
 SHARD_BYTES = 256 << 20
 BATCH_BYTES = 32 << 20
-FORMAT = 2  # of the shards; a new number makes all caches anew
+FORMAT = 3  # of the shards; a new number makes all caches anew
 
 
 def key_of(sources: Sequence[Source], tokenizer: Any, settings: Mapping[str, Any]) -> str:
@@ -50,20 +51,23 @@ def find(folder: Path) -> tuple[Store, Account] | None:
     """What lies in ``folder``, or None if nothing does or it is damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest.pop("digest") != _digest_of(manifest):
+            return None
         if any(_digest(folder / name) != digest for name, digest in manifest["shards"].items()):
             return None
-        return open_shards([folder / name for name in manifest["shards"]]), Account.from_dict(manifest["account"])
+        store = open_shards([folder / name for name in manifest["shards"]], manifest["fingerprint"])
+        return store, Account.from_dict(manifest["account"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException):
         return None
 
 
-def open_shards(paths: Sequence[Path]) -> Store:
+def open_shards(paths: Sequence[Path], fingerprint: str = "") -> Store:
     """Map shards into memory; nothing is read before it is asked for."""
     batches: list[pa.RecordBatch] = []
     for path in paths:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batches += [reader.get_batch(i) for i in range(reader.num_record_batches)]
-    return Store(batches)
+    return Store(batches, fingerprint)
 
 
 @contextmanager
@@ -89,13 +93,18 @@ def keep(folder: Path, batches: Iterable[pa.RecordBatch], account: Account) -> S
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
         draft = Path(name) / "draft"
         draft.mkdir()
-        shards = _write(draft, batches)
-        manifest = {"shards": {path.name: _digest(path) for path in shards}, "account": account.as_dict()}
-        (draft / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        fingerprint = Fingerprint()
+        shards = _write(draft, fingerprint.passing(batches))
+        manifest = {
+            "shards": {path.name: _digest(path) for path in shards},
+            "account": account.as_dict(),
+            "fingerprint": str(fingerprint),
+        }
+        (draft / MANIFEST).write_text(json.dumps(manifest | {"digest": _digest_of(manifest)}), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(draft, folder)
-    return open_shards(sorted(folder.glob("shard-*.arrow")))
+    return open_shards(sorted(folder.glob("shard-*.arrow")), str(fingerprint))
 
 
 def _write(folder: Path, batches: Iterable[pa.RecordBatch]) -> list[Path]:
@@ -127,6 +136,10 @@ def _large(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             waiting = []
     if waiting:
         yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
+
+
+def _digest_of(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -39,7 +39,10 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows to learn from, rows to measure on (never learnt, one example each), and the account of both."""
+    """Rows to learn from, rows to measure on (never learnt, one example each), and the account of both.
+
+    ``train.fingerprint`` and ``heldout.fingerprint`` are digests of all token ids, labels and their order.
+    """
 
     train: Rows
     heldout: Rows

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from narrowboat.data.examples import IGNORED, Example, Row
+from narrowboat.data.fingerprint import Fingerprint, combined
 
 SCHEMA = pa.schema(
     {
@@ -74,11 +75,17 @@ def shifted(batch: pa.RecordBatch, num_segments: int, num_tokens: int) -> pa.Rec
 
 
 class Store:
-    """Examples by number, without reading the others."""
+    """Examples by number, without reading the others.
 
-    def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
+    Args:
+        batches: of ``SCHEMA``.
+        fingerprint: of them, if it is known from the time they were made.
+    """
+
+    def __init__(self, batches: Sequence[pa.RecordBatch], fingerprint: str = "") -> None:
         self._batches = [batch for batch in batches if len(batch)]
         self._firsts = np.cumsum([0, *(len(batch) for batch in self._batches)])
+        self._fingerprint = fingerprint
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -97,6 +104,16 @@ class Store:
             np.where(learnt, input_ids, np.int32(IGNORED)),
             *(columns[name].as_py() for name in SCHEMA.names[3:]),
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all token ids, labels and their order (``fingerprint.py``)."""
+        if not self._fingerprint:
+            gathered = Fingerprint()
+            for batch in self._batches:
+                gathered.add(batch)
+            self._fingerprint = str(gathered)
+        return self._fingerprint
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
@@ -134,6 +151,14 @@ class Rows:
             raise IndexError(number)
         members = self._members[self._firsts[number] : self._firsts[number + 1]].tolist()
         return Row.join([self.store[member] for member in members], members)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the store's token ids and labels, and of which examples each row holds, in their order.
+
+        Equal fingerprints and an equal schedule (its options: seed, batch_tokens, longest_first) are the same run.
+        """
+        return combined([self.store.fingerprint, self._members, self._firsts])
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:

@@ -25,7 +25,9 @@ BLOCK = 64
 def written_out(layer: nn.Module) -> torch.Tensor:
     """The weight of a linear layer, quantised or not, as ``[out, in]`` floating-point values."""
     weight: Any = layer.weight
-    if hasattr(weight, "__tensor_flatten__"):  # torchao's
+    if hasattr(weight, "qdata"):  # torchao's 8 bits
+        return unpack_int8(weight.qdata, weight.scale, weight.dtype)
+    if hasattr(weight, "__tensor_flatten__"):
         return weight.dequantize()
     if type(weight).__name__ != "Int8Params":
         return dequantize_module_weight(layer)
@@ -71,6 +73,15 @@ def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -
     return values.sub_(zero[..., None]).mul_(scale[..., None]).view(packed.shape[0], -1)
 
 
+def unpack_int8(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[out, in]`` values in ``dtype``: codes times the fp32 ``scale`` of their row, rounded once."""
+    return codes.to(scale.dtype).mul_(scale.view(-1, 1)).to(dtype)
+
+
+QUANTISING_BYTES = {"none": 0.0, "nf4": 0.7, "int8": 3.0, "int8_weight": 8.0, "int4_weight": 8.0}
+"""An element of a weight, beside what is left of it, while its library quantises it; measured."""
+
+
 def pack(model: nn.Module, quantize: Quantize, head: nn.Module) -> None:
     """Put a ``PackedLinear`` in the place of each linear layer of a model on ``meta`` but its head."""
     if quantize == "none":
@@ -101,7 +112,7 @@ class PackedLinear(nn.Linear):
             self._hold("zero", layer.out_features, num_groups)
         else:
             self._hold("weight", num_weights)
-            self._hold("scale", layer.out_features, dtype=torch.float32 if quantize == "int8" else self.dtype)
+            self._hold("scale", layer.out_features, dtype=torch.float32)
 
     def _hold(self, name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> None:
         part = torch.empty(*shape, dtype=dtype, device="meta")
@@ -124,8 +135,9 @@ class PackedLinear(nn.Linear):
         """``[out, in]``, without values."""
         if self.quantize == "int4_weight":
             return unpack_int4(self.weight, self.scale, self.zero)  # type: ignore[arg-type]
-        written = torch.float32 if self.quantize == "int8_weight" else self.dtype
-        return torch.empty(self.out_features, self.in_features, dtype=written, device=self.weight.device).to(self.dtype)
+        if self.quantize == "int8_weight":
+            return unpack_int8(self.weight.view(self.out_features, -1), self.scale, self.dtype)  # type: ignore[arg-type]
+        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.weight.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``."""

@@ -17,6 +17,9 @@ from narrowboat.optimizers import curvature
 
 Optimizer = torch.optim.Optimizer
 
+AVERAGING = ("schedule_free",)
+"""Those whose weights to evaluate are others than those to train on."""
+
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
     """Let the next step go at ``rate``."""

@@ -18,8 +18,10 @@ from narrowboat.memory import attention
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.base import empty_base
+from narrowboat.model.packed import QUANTISING_BYTES, PackedLinear
 from narrowboat.model.ranks import adapters_by_layer, for_some_layers
 from narrowboat.optimizers.build import build_optimizer
+from narrowboat.optimizers.driving import AVERAGING
 from narrowboat.options.schema import Options
 from narrowboat.owner.causes import BASE_WEIGHTS
 from narrowboat.plan import MemoryPlan
@@ -115,17 +117,16 @@ class Forecaster:
         """The device's peak in each phase of a run."""
         near = self._near(plan)
         evaluation = self._whole(near, num_tokens, num_rows, work=EVALUATION)
-        evaluating = total(evaluation.peak("device"), "device")
         if not self.work.trains:
-            resting = total(evaluation.rest, "device")
-            return {"loading": resting + self._looking_at_the_head_bytes, "evaluation": evaluating}
+            loading = self._loading(total(evaluation.rest, "device"), evaluation.resting_weights)
+            return {"loading": loading, "evaluation": total(evaluation.peak("device"), "device")}
         step = self._whole(near, num_tokens, num_rows)
-        resting = total(step.rest, "device")
+        resting = total(step.after, "device")
         return {
-            "loading": step.before_the_first_step + self._looking_at_the_head_bytes,
+            "loading": self._loading(step.before_the_first_step, step.resting_weights),
             "first step": step.first_step,
             "step": total(step.peak("device"), "device"),
-            "evaluation": evaluating,
+            "evaluation": step.evaluated(evaluation, self.work.options.optimizer.name in AVERAGING),
             "saving": resting,
             "leaving": resting,
         }
@@ -140,11 +141,16 @@ class Forecaster:
         """Of the weights of the largest layer, which has to be on a card as a whole."""
         return max(sum(p.nbytes for p in layer.module.parameters()) for layer in self._layers)
 
-    @cached_property
-    def _looking_at_the_head_bytes(self) -> int:
-        """Of one token's logits, twice in float32 and once as they come, by which a loss learns what the head does."""
-        itemsize = self.work.dtype.itemsize
-        return Anatomy.of(self._base).vocab_size * (8 + (itemsize if itemsize < 4 else 0))
+    def _loading(self, loaded_bytes: int, weight_bytes: int) -> int:
+        """The peak while the last weight is read, or later, when a loss looks at what the head does to one token: its
+        logits twice in float32 and once as they come.
+        """
+        itemsize, quantize = self.work.dtype.itemsize, self.work.options.model.quantize
+        cast = itemsize if itemsize < 4 and quantize == "int4_weight" else 0
+        linears = [m.in_features * m.out_features for m in self._base.modules() if isinstance(m, PackedLinear)]
+        reading = int((QUANTISING_BYTES[quantize] + cast) * max(linears, default=0))
+        looking = Anatomy.of(self._base).vocab_size * (8 + (itemsize if itemsize < 4 else 0))
+        return max(weight_bytes + reading, loaded_bytes + looking)
 
     @cached_property
     def _mapped_bytes(self) -> int:

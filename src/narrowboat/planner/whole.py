@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from narrowboat.owner.causes import GRADIENTS, Where
+from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, GRADIENTS, Where
 from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Work
 from narrowboat.planner.rehearsal import Part, Trace, minus
 from narrowboat.planner.sample import Sample
@@ -61,11 +61,15 @@ class Whole:
         layers = [place_of[label] for label in sample.labels]
         further = Counter(layers) - Counter(place_of.values())
 
-        def of_all(alive: Bytes, layers: Sequence[Bytes]) -> Bytes:
-            return _sum([alive, *(_times(layers[i], count) for i, count in further.items())])
+        def of_others(layers: Sequence[Bytes]) -> Bytes:
+            return sum_of(_times(layers[i], count) for i, count in further.items())
 
+        def of_all(alive: Bytes, layers: Sequence[Bytes]) -> Bytes:
+            return sum_of([alive, of_others(layers)])
+
+        self._others = of_others(trace.layers)
         self.rest = of_all(trace.rest, trace.layers)
-        self._states, self._copies = (of_all(_sum(kind), kind) for kind in (trace.states, trace.copies))
+        self._states, self._copies = (of_all(sum_of(kind), kind) for kind in (trace.states, trace.copies))
         forward, backward = [(FORWARD, i) for i in layers], [(BACKWARD, i) for i in reversed(layers)]
         order = [(START, 0), *forward, (LOSS, 0), *backward, (UPDATE, 0)]
         self._parts = [trace.parts[moment] for moment in order if moment in trace.parts]
@@ -81,6 +85,21 @@ class Whole:
     def work(self) -> Work:
         """All operations; what comes before the first layer and after the last takes milliseconds."""
         return sum((part.work for part in self._busy), Work())
+
+    @property
+    def after(self) -> Bytes:
+        """What is alive at its end: buffers that wait for the next one are lent again."""
+        return sum_of([self.rest, *(part.left for part in self._parts)])
+
+    def evaluated(self, evaluation: Whole, copies_adapters: bool) -> int:
+        """The device's peak when ``evaluation`` follows this step; ``copies_adapters`` for as long as it lasts."""
+        copies = self._others.get((ADAPTERS, "device"), 0) if copies_adapters else 0  # the sample's are in its parts
+        return total(self._peak("device", self.after, evaluation._parts), "device") + copies
+
+    @property
+    def resting_weights(self) -> int:
+        """The device's bytes of frozen weights between steps."""
+        return self.rest.get((BASE_WEIGHTS, "device"), 0)
 
     @property
     def before_the_first_step(self) -> int:
@@ -101,13 +120,13 @@ class Whole:
         best = alive
         for part in parts:
             at_place = (above for (where, *_), above in part.peaks.items() if where == place)
-            highest = _sum([alive, max(at_place, key=lambda above: total(above, place))])
+            highest = sum_of([alive, max(at_place, key=lambda above: total(above, place))])
             best = max(best, highest, key=lambda bytes_: total(bytes_, place))
-            alive = _sum([alive, part.left])
+            alive = sum_of([alive, part.left])
         return best
 
 
-def _sum(parts: Iterable[Bytes]) -> Bytes:
+def sum_of(parts: Iterable[Bytes]) -> Bytes:
     total: Bytes = defaultdict(int)
     for part in parts:
         for slot, size in part.items():

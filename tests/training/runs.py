@@ -21,10 +21,10 @@ from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, OptimizerOptions, Options, TrainOptions
 from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
-from narrowboat.train.checkpoint import Position
-from narrowboat.train.governor import Governor
-from narrowboat.train.loop import Course, run
-from narrowboat.train.recovery import Recovery
+from narrowboat.training.checkpoint import Position
+from narrowboat.training.governor import Governor
+from narrowboat.training.loop import Course, run
+from narrowboat.training.recovery import Recovery
 
 RUNGS = (
     MemoryPlan(layers="keep", micro_batch_tokens=64),

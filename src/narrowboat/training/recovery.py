@@ -22,7 +22,7 @@ from narrowboat.events import Notice, PlanChanged, Tell
 from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, GRADIENTS, OPTIMIZER_STATES
 from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
-from narrowboat.train.governor import Governor, Memory
+from narrowboat.training.governor import Governor, Memory
 from narrowboat.units import format_bytes
 
 MAX_SAME = 3

@@ -17,8 +17,8 @@ from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine, Outcome
 from narrowboat.errors import ModelError
 from narrowboat.events import Notice, Tell
-from narrowboat.train.checkpoint import Position
-from narrowboat.train.recovery import Recovery
+from narrowboat.training.checkpoint import Position
+from narrowboat.training.recovery import Recovery
 
 
 def after_bad_step(

@@ -12,7 +12,7 @@ from tests.memory.families import adapted
 
 from narrowboat.errors import CheckpointError
 from narrowboat.events import Event, Notice
-from narrowboat.train.checkpoint import RUN, STATES, Position, newest_checkpoint, restore, save_checkpoint
+from narrowboat.training.checkpoint import RUN, STATES, Position, newest_checkpoint, restore, save_checkpoint
 
 
 def stepped() -> tuple[Any, torch.optim.Optimizer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from narrowboat.plan import MemoryPlan
-from narrowboat.train.governor import LOW, PATIENCE_STEPS, Governor, Memory
+from narrowboat.training.governor import LOW, PATIENCE_STEPS, Governor, Memory
 
 KEEP = MemoryPlan(layers="keep", micro_batch_tokens=400)
 RECOMPUTE = MemoryPlan(layers="recompute")

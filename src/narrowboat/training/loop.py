@@ -20,10 +20,10 @@ from narrowboat.events import CheckpointSaved, Evaluated, StepDone, Tell
 from narrowboat.model.adapters import idle_adapters
 from narrowboat.optimizers.schedule import learning_rate
 from narrowboat.options.schema import Options
-from narrowboat.train.checkpoint import Position, save_checkpoint
-from narrowboat.train.recovery import Recovery
-from narrowboat.train.signals import StopRequest
-from narrowboat.train.skipping import after_bad_step
+from narrowboat.training.checkpoint import Position, save_checkpoint
+from narrowboat.training.recovery import Recovery
+from narrowboat.training.signals import StopRequest
+from narrowboat.training.skipping import after_bad_step
 
 EVALUATED_ROWS = 64
 """Held-out rows that are read and grouped together."""

@@ -15,8 +15,8 @@ import torch
 from narrowboat import api
 from narrowboat.engine.engine import TokenLosses
 from narrowboat.errors import OptionError
-from narrowboat.evaluate.answers import question_of, write_on
-from narrowboat.evaluate.perplexity import perplexity
+from narrowboat.evaluation.answers import question_of, write_on
+from narrowboat.evaluation.perplexity import perplexity
 from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan
 from tests.memory.carry.trains import engine_of, train_of

@@ -15,8 +15,8 @@ from narrowboat.data.examples import Row
 from narrowboat.data.store import Rows
 from narrowboat.engine.engine import Engine
 from narrowboat.errors import DataError
-from narrowboat.evaluate.answers import Answer, Question, answer, exact_share, question_of
-from narrowboat.evaluate.perplexity import Perplexity, perplexity
+from narrowboat.evaluation.answers import Answer, Question, answer, exact_share, question_of
+from narrowboat.evaluation.perplexity import Perplexity, perplexity
 from narrowboat.options.schema import EvaluateOptions
 
 T = TypeVar("T")
