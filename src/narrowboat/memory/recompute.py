@@ -65,7 +65,7 @@ def _again(
     leaf = held.tile(0, call.num_tokens).detach().requires_grad_(needs_input_grad)
     arguments = [t.detach().requires_grad_() for t in call.learning]
     assert len(arguments) == num_arguments
-    with torch.enable_grad(), call.leaving_out(leaf):
+    with torch.enable_grad():
         out = [call.whole(leaf, arguments), *call.collect()]
     pairs = [(o, s) for o, s in zip(out, seeds, strict=True) if s is not None and o.requires_grad]
     wanted = [t for t in (leaf, *arguments, *call.layer.parameters()) if t.requires_grad]

@@ -35,7 +35,6 @@ class Unread:
         self._linears = {name: m for name, m in linears if type(m.weight) is torch.nn.Parameter}  # not a quantised one
         trained = tuple((name, m.weight.requires_grad) for name, m in self._linears.items())
         self._kind, self._known = (type(layer), trained), known
-        self._truths: dict[Hashable, Outcome] = {}
         self._left_out: frozenset[str] = frozenset()
         self._poisoned: str | None = None
 
@@ -53,14 +52,9 @@ class Unread:
         """
         key = (self._kind, recomputing)
         if key not in self._known:
-            truth = self._truths[key] = self._truths.get(key) or probe()
-            candidates = [n for n, linear in self._linears.items() if not (recomputing and linear.weight.requires_grad)]
-            for name in candidates:  # each answer is kept, should memory run out before the last one
-                if (*key, name) not in self._known:
-                    unread = {name} if self._is_unread(name, truth, probe) else set()
-                    self._known[*key, name] = frozenset(unread)
-            del self._truths[key]
-            self._known[key] = frozenset().union(*(self._known[*key, name] for name in candidates))
+            truth = probe()
+            candidates = (n for n, linear in self._linears.items() if not (recomputing and linear.weight.requires_grad))
+            self._known[key] = frozenset(name for name in candidates if self._is_unread(name, truth, probe))
         self._left_out = self._known[key]
         try:
             yield
