@@ -6,30 +6,33 @@ loop and recorders) is put together here, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrowboat import planning
+from narrowboat import exporting, planning
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import choose
 from narrowboat.errors import Interrupted, OptionError
 from narrowboat.evaluation.compare import Comparison, compare, refuse_nothing_held_out
 from narrowboat.events import Event, Notice, RunEnded, Tell
+from narrowboat.exporting import Onto, Wish
 from narrowboat.memory.install import install
-from narrowboat.model.adapters import load_adapter_state
-from narrowboat.model.export import base_of, copy_adapter, merge
-from narrowboat.monitor.recorders import open_recorders
+from narrowboat.model.gguf_files import GgufType
+from narrowboat.model.saved import load_adapter_state
+from narrowboat.monitor.recorders import Record
 from narrowboat.options import load
 from narrowboat.options.schema import Options
 from narrowboat.owner.meter import Meter as meter
 from narrowboat.planner.answer import Answer
 from narrowboat.preparing import prepared_data, refuse_no_data
-from narrowboat.running import ADAPTER, CHECKPOINTS, OPTIONS_FILE, Job
+from narrowboat.running import Job
 from narrowboat.settling import with_rank
 from narrowboat.training.checkpoint import newest_checkpoint
+from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, opened
 from narrowboat.training.recovery import Recovery
+from narrowboat.training.signals import StopRequest
 
 __all__ = ["evaluate", "export", "install", "meter", "plan_for", "train"]
 
@@ -49,35 +52,45 @@ def plan_for(options: Options, num_tokens: int | None = None, card: str = "") ->
     return planning.plan_for(planning.Question(options, num_tokens, card))
 
 
-def train(options: Options, resume: bool = False, quiet: bool = False) -> RunEnded:
+def train(options: Options, resume: bool = False, quiet: bool = False, resume_anyway: Sequence[str] = ()) -> RunEnded:
     """Train an adapter as ``options`` say and leave it in ``train.folder``/adapter.
 
     Args:
         options: from ``options.load.load``.
         resume: go on from the newest whole checkpoint in the folder.
         quiet: show no progress; files are written all the same.
+        resume_anyway: go on although these differ from what the checkpoint was made with: options (``lora.alpha``),
+            or ``data``, ``weights``, ``tokenizer``.
 
     Raises:
-        NarrowboatError: its kinds say what was refused; ``Interrupted`` after a signal, when the run is saved.
+        NarrowboatError: its kinds say what was refused, before which nothing in the folder has changed;
+            ``Interrupted`` after a signal or ``train.max_minutes``, when the run is saved.
     """
     refuse_no_data(options)
-    folder = Path(options.train.folder)
-    _refuse_other_run(folder, resume)
-    folder.mkdir(parents=True, exist_ok=True)
-    load.dump(options, folder / OPTIONS_FILE)
-    recorders = open_recorders(folder, quiet=quiet)
-    job = Job(options, folder, recorders.record, quiet)
-    try:
-        return job.run(resume)
-    except BaseException as error:
-        job.end("interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed", error)
-        raise
-    finally:
-        recorders.close()
+    folder, minutes = Path(options.train.folder), options.train.max_minutes
+    resume = resume or bool(resume_anyway)
+    with opened(folder, resume), StopRequest(None if minutes is None else 60 * minutes) as stop:
+        record = Record(folder, quiet=quiet)
+        job = Job(options, folder, record, quiet, stop)
+        try:
+            return job.run(resume, resume_anyway)
+        except BaseException as error:
+            job.end("interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed", error)
+            raise
+        finally:
+            record.close()
 
 
 def export(
-    folder: Path, out: Path, merged: bool = True, base: str = "", say: Callable[[str], None] = print
+    folder: Path,
+    out: Path,
+    merged: bool = True,
+    base: str = "",
+    say: Callable[[str], None] = print,
+    onto: Onto = "dequantised",
+    gguf: GgufType | None = None,
+    host_bytes: int | None = None,
+    verified: bool = True,
 ) -> dict[str, Any]:
     """Write the model of a run with its adapter added in to ``out``, or the adapter alone; what was written.
 
@@ -87,9 +100,13 @@ def export(
         merged: whether to add the adapter to the base.
         base: the model; that of the run or of the adapter's configuration if empty.
         say: hears notices.
+        onto: for a base that was quantised in training: what the adapter learnt on, or what it was before.
+        gguf: write a GGUF file of this type as well.
+        host_bytes: of host memory that may be taken.
+        verified: whether the merged model is loaded back and its logits compared.
 
     Raises:
-        CheckpointError: there is no adapter in ``folder``, or ``out`` cannot be written.
+        CheckpointError: there is no whole adapter in ``folder``, or ``out`` cannot be written.
         ModelError: the base cannot be merged with.
     """
 
@@ -97,13 +114,7 @@ def export(
         if isinstance(event, Notice):
             say(event.text)
 
-    is_run = (folder / OPTIONS_FILE).exists()
-    adapter = folder / ADAPTER if is_run else folder
-    options = load.load(folder / OPTIONS_FILE).model if is_run else None
-    if not merged:
-        return {"folder": str(out), "num_bytes": copy_adapter(adapter, out)}
-    name = base or (options.name if options else base_of(adapter))
-    return asdict(merge(name, adapter, out, tell, options.quantize if options else "none"))
+    return exporting.export(folder, out, Wish(merged, base, onto, gguf, host_bytes, verified), tell)
 
 
 def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
@@ -115,7 +126,7 @@ def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
     """
     if not (folder / OPTIONS_FILE).is_file() or not (folder / ADAPTER).is_dir():
         raise OptionError(f"{folder} holds no finished run: {OPTIONS_FILE} and {ADAPTER}/ are looked for.")
-    options = load.load(folder / OPTIONS_FILE)
+    options = load.load_back(folder / OPTIONS_FILE, tell)
     found = newest_checkpoint(folder / CHECKPOINTS, tell)
     setting = Setting.of(options, tell, found[1].dtype if found else "")
     data = prepared_data(setting)
@@ -123,14 +134,7 @@ def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
     setting = replace(setting, options=with_rank(options, data, setting.config, setting.device, tell))
     governor = choose(setting, data, trains=False)
     with assembled(setting, Wanted(governor.plan, governor.budget_bytes, trains=False, data=data)) as ready:
-        load_adapter_state(ready.model, folder / ADAPTER)
+        load_adapter_state(ready.model, folder / ADAPTER, tell)
         ready.gauge.begin("evaluation")
         recovery = Recovery(ready.engine, ready.gauge, governor, tell)
         return compare(ready.engine, ready.model, data.heldout, setting.tokenizer, options.evaluate, recovery.patiently)
-
-
-def _refuse_other_run(folder: Path, resume: bool) -> None:
-    if not resume and (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir()):
-        raise OptionError(
-            f"{folder} holds the checkpoints of another run; go on with --resume, or name another train.folder."
-        )

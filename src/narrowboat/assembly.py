@@ -63,8 +63,9 @@ class Setting:
         hush_transformers()
         device = pick_device(options.model.device)
         precision = choose_precision(dtype or options.model.dtype, device, options.model.quantize)  # type: ignore[arg-type]
-        config = load_config(options.model.name, tell)
-        return cls(options, device, precision, config, load_tokenizer(options.model.name, tell), tell)
+        config = load_config(options.model.name, tell, options.model.trust_remote_code)
+        tokenizer = load_tokenizer(options.model.name, tell, options.model.trust_remote_code)
+        return cls(options, device, precision, config, tokenizer, tell)
 
 
 @dataclass

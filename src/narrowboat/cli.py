@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -41,9 +41,9 @@ def main() -> None:
             print(f"{len(lines)} options are wrong; nothing was loaded:", file=sys.stderr)
         print("\n".join(f"narrowboat: {line}" for line in lines), file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("narrowboat: stopped at once; what was not saved is lost", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(getattr(stopped, "exit_code", 130))
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -124,6 +124,14 @@ def train(
     config: Config = None,
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    resume_anyway: Annotated[
+        str,
+        typer.Option(
+            "--resume-anyway",
+            help="Go on although these are not what the run began with: lora.alpha,data,weights,tokenizer.",
+            show_default=False,
+        ),
+    ] = "",
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     flags: dict[str, Any],
 ) -> None:
@@ -131,7 +139,8 @@ def train(
     chosen = options.load(config, flags)
     from narrowboat import api  # torch and transformers take seconds to import
 
-    api.train(chosen, resume=resume, quiet=quiet)
+    accepted = [name.strip() for name in resume_anyway.split(",") if name.strip()]
+    api.train(chosen, resume=resume, quiet=quiet, resume_anyway=accepted)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -176,13 +185,36 @@ def export(
     base: Annotated[
         str, typer.Option("--base", help="The model, if the folder does not say.", show_default=False)
     ] = "",
+    onto: Annotated[
+        Literal["dequantised", "original"],
+        typer.Option("--onto", help="A base that was quantised: as the adapter learnt on it, or as it was before."),
+    ] = "dequantised",
+    gguf: Annotated[
+        Literal["f32", "f16", "bf16", "q8_0"] | None,
+        typer.Option("--gguf", help="Write a GGUF file as well, for llama.cpp and Ollama.", show_default=False),
+    ] = None,
+    host_budget: Annotated[
+        str, typer.Option("--host-budget", help="Of host memory: 8GiB.", show_default=False, metavar="bytes")
+    ] = "",
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Load a merged model back and compare its logits.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write a trained model that needs no adapter, in the base's format; or the adapter alone."""
+    host_bytes = options.load(None, {"memory.host_budget": host_budget} if host_budget else {}).memory.host_budget
     from narrowboat import api
 
-    done = api.export(folder, out, merged=not adapter, base=base, say=lambda text: print(text, file=sys.stderr))
-    print(json.dumps(done) if as_json else f"{out}: {format_bytes(done['num_bytes'])}")
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    done = api.export(folder, out, not adapter, base, say, onto, gguf, host_bytes, verify)
+    if as_json:
+        print(json.dumps(done))
+        return
+    for name, num_bytes in done["files"].items():
+        print(f"{out / name}: {format_bytes(num_bytes)}")
+    print(f"{out}: {format_bytes(sum(done['files'].values()))}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

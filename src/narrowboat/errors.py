@@ -19,6 +19,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+MAX_SHOWN = 400
+"""Characters of a wrong value that a message shows."""
+
 
 class NarrowboatError(Exception):
     """The root: catch it to catch everything that Narrowboat refuses."""
@@ -36,7 +39,8 @@ class Mistake:
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.key} = {self.value!r}: {self.problem}"
+        where, key, problem = cut(self.where), cut(self.key), cut(self.problem)
+        return f"{where}: {key} = {cut(repr(self.value))}: {problem}"
 
 
 class OptionError(NarrowboatError):
@@ -89,6 +93,11 @@ class Interrupted(NarrowboatError):
         self.exit_code = 128 + signal_number
         name = signal.Signals(signal_number).name
         super().__init__(f"Stopped by {name}; the run is saved in {saved}. Go on with --resume.")
+
+
+def cut(text: str) -> str:
+    """``text`` as a message shows it: the beginning where it is long."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -19,13 +19,14 @@ from rich.console import Console
 
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.data.examples import Row
-from narrowboat.errors import BudgetError, ModelError, OptionError, did_you_mean
+from narrowboat.errors import BudgetError, ModelError, OptionError, cut, did_you_mean
 from narrowboat.events import Event, Notice, Tell
 from narrowboat.machine.hardware import pick_device
 from narrowboat.machine.precision import choose_precision
 from narrowboat.machine.profile import CARD_MARGIN
-from narrowboat.model.base import hush_transformers, load_config, stored_dtype
-from narrowboat.options.schema import Options
+from narrowboat.model import outside
+from narrowboat.model.base import as_folder, hush_transformers, load_config, stored_dtype
+from narrowboat.options.schema import ModelOptions, Options
 from narrowboat.planner import catalog
 from narrowboat.planner.answer import Answer, answer
 from narrowboat.planner.forecast import Forecast, Workload
@@ -112,7 +113,7 @@ def search_for(question: Question, tell: Tell = lambda event: None) -> tuple[Sea
     """Plans for the question's model on its machine, and what may be taken there."""
     hush_transformers()
     options = _with_number_for_rank(question.options)
-    config = _config(options.model.name, tell)
+    config = _config(options.model, tell)
     if question.card or not question.here:
         target, limits = _card(question)
         dtype = torch.bfloat16 if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
@@ -126,7 +127,7 @@ def search_for(question: Question, tell: Tell = lambda event: None) -> tuple[Sea
 
 def default_tokens(options: Options, tell: Tell = lambda event: None) -> int:
     """The longest row that a run with ``options`` may have, as far as that is known before data are read."""
-    positions = getattr(_config(options.model.name, tell).get_text_config(), "max_position_embeddings", None)
+    positions = getattr(_config(options.model, tell).get_text_config(), "max_position_embeddings", None)
     return options.data.max_tokens or positions or 4096
 
 
@@ -195,11 +196,11 @@ def _with_number_for_rank(options: Options) -> Options:
     return options.model_copy(update={"lora": options.lora.model_copy(update={"rank": AUTO_RANK})})
 
 
-def _config(name: str, tell: Tell) -> Any:
+def _config(model: ModelOptions, tell: Tell) -> Any:
     """The configuration of a folder, of a model of the catalogue, or from the hub."""
-    folder = Path(name).expanduser()
+    name, folder = model.name, as_folder(model.name)
     if folder.is_dir():
-        config = load_config(name, tell)
+        config = load_config(name, tell, model.trust_remote_code)
         _refuse_without_shape(folder, config)
         return config
     known = catalog.model_config(name)
@@ -208,15 +209,15 @@ def _config(name: str, tell: Tell) -> Any:
     if "/" not in name:
         near = did_you_mean(name.lower(), catalog.model_names())
         raise OptionError(
-            f"model {name!r} is no folder here and not in the catalogue of {len(catalog.model_names())} models"
+            f"model {cut(repr(name))} is no folder here and not in the catalogue of {len(catalog.model_names())} models"
             f"{near or '; narrowboat plan --known lists them.'} owner/model names one of the hub."
         )
-    return load_config(name, tell)
+    return load_config(name, tell, model.trust_remote_code)
 
 
 def _refuse_without_shape(folder: Path, config: Any) -> None:
     """Transformers would take its own defaults for what is missing: those of another model."""
-    stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stated = outside.read(folder / "config.json", "no config.json in it")
     text = config.get_text_config()
     if text is not config:
         stated |= stated.get("text_config") or stated.get("llm_config") or {}

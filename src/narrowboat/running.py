@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from hashlib import blake2s
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,49 +14,64 @@ from narrowboat.choosing import choose
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared
 from narrowboat.data.trains import Trains, TrainSchedule
-from narrowboat.errors import OptionError
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
+from narrowboat.machine.drafts import write_whole
 from narrowboat.machine.hardware import describe_device
 from narrowboat.machine.precision import name_of
-from narrowboat.model.adapters import save_adapter
-from narrowboat.model.base import check_weights
+from narrowboat.model.base import check_weights, model_folder
+from narrowboat.model.fingerprints import tokenizer_digest, weights_digest
+from narrowboat.model.saved import save_adapter
+from narrowboat.model.serving import advice, config_of, refusals
+from narrowboat.monitor.recorders import Record
 from narrowboat.optimizers.build import settle_states
 from narrowboat.optimizers.driving import averaged
+from narrowboat.options.load import text_of
 from narrowboat.options.schema import Options
 from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.preparing import prepared_data
 from narrowboat.settling import with_rank
 from narrowboat.training.checkpoint import Position, newest_checkpoint, restore
+from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, PLAN_FILE, REPORT, holds_run
 from narrowboat.training.loop import Course
 from narrowboat.training.loop import run as train
 from narrowboat.training.recovery import Recovery
-
-OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, REPORT = (
-    "options.yaml", "plan.json", "checkpoints", "adapter", "report.html",
-)  # fmt: skip
+from narrowboat.training.sameness import Identity, refuse_other_run
+from narrowboat.training.saver import Saver
+from narrowboat.training.signals import StopRequest
 
 
 @dataclass
 class Job:
-    """One sitting of a run, from options to the last event."""
+    """One sitting of a run, from options to the last event.
+
+    Args:
+        options: as they were asked for.
+        folder: the run's, which this process has to itself.
+        record: of what is told; it begins when all checks have passed, and so does everything else in ``folder``.
+        quiet: show no progress.
+        stop: entered.
+    """
 
     options: Options
     folder: Path
-    tell: Tell
+    record: Record
     quiet: bool
+    stop: StopRequest
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
-        self._position = Position(0, 0, 0, "", {})
+        self._asked_for = self.options
+        self._position = Position(0, 0, 0, {}, {})
         self._gauge: Gauge | None = None
-        self._last_loss: float | None = None
+        self.tell: Tell = self.record.record
 
-    def run(self, resume: bool) -> RunEnded:
-        """Prepare, plan, load, train, save."""
+    def run(self, resume: bool, accepted: Sequence[str] = ()) -> RunEnded:
+        """Prepare, plan, load, train, save; ``accepted`` are changes with which a run goes on all the same."""
         found = newest_checkpoint(self.folder / CHECKPOINTS, self.tell) if resume else None
         self._tell_start(resume, found[1] if found else None)
-        setting = Setting.of(self.options, self.tell, found[1].dtype if found else "")
+        dtype = found[1].dtype if found and self.options.model.dtype == "auto" else ""
+        setting = Setting.of(self.options, self.tell, dtype)
         self.tell(Notice(f"{describe_device(setting.device)}; " + "; ".join(setting.precision.lines())))
         check_weights(self.options.model.name, self.tell)
         data = prepared_data(setting, self.quiet)
@@ -65,25 +81,27 @@ class Job:
         governor = choose(setting, data)
         if found and found[1].plan:
             governor.begin_with(MemoryPlan(**found[1].plan))
-        (self.folder / PLAN_FILE).write_text(governor.plan.model_dump_json(indent=1), encoding="utf-8")
-        position = Position(0, course.num_steps, 0, _fingerprint(data), {}, name_of(setting.precision.base.dtype))
-        if found:
-            position = found[1]
-            _refuse_other_data(position, course, data)
+        position = self._begin_at(found, accepted, setting, data, course)
         self._gauge = new_gauge(setting, governor.budget_bytes)
         with assembled(setting, Wanted(governor.plan, governor.budget_bytes, data=data), self._gauge) as ready:
             if found:
                 _go_on(ready, found[0])
+            self._begin(governor.plan)
+            train_options, memory = self.options.train, self.options.memory
+            saver = Saver(self.folder, train_options.keep_checkpoints, self._gauge, memory.high, self.tell)
             recovery = Recovery(ready.engine, ready.gauge, governor, self.tell)
-            checkpoints = self.folder / CHECKPOINTS
-            self._position, self._last_loss = train(recovery, course, self.options, position, checkpoints, self.tell)
+            self._position = train(recovery, course, self.options, position, saver, self.stop, self.tell)
             ready.gauge.begin("saving")
             with averaged(ready.optimizer):
-                save_adapter(ready.model, self.folder / ADAPTER)
+                save_adapter(ready.model, self.folder / ADAPTER, {"step": self._position.step})
+            saver.raise_failures()
         return self.end("done")
 
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:
-        """Tell how it ended."""
+        """Tell how it ended; a failure is written down where no run was before it."""
+        if not self.record.has_begun and not holds_run(self.folder):
+            with suppress(OSError):  # the error is what matters
+                self._begin(None)
         ended = RunEnded(
             outcome=outcome,
             step=self._position.step,
@@ -92,7 +110,7 @@ class Job:
             peak_bytes=self._gauge.highest_bytes if self._gauge else 0,
             budget_bytes=self._gauge.budget_bytes if self._gauge else 0,
             first_heldout_loss=self._position.first_heldout_loss,
-            last_heldout_loss=self._last_loss,
+            last_heldout_loss=self._position.last_heldout_loss,
             adapter_folder=str(self.folder / ADAPTER) if outcome == "done" else None,
             report_path=str(self.folder / REPORT),
             error=None if error is None else str(error) or type(error).__name__,
@@ -101,16 +119,63 @@ class Job:
         self.tell(ended)
         return ended
 
+    def _begin(self, plan: MemoryPlan | None) -> None:
+        """All checks have passed: from here on the folder is this run's."""
+        write_whole(self.folder / OPTIONS_FILE, text_of(self._asked_for))
+        if plan is not None:
+            write_whole(self.folder / PLAN_FILE, plan.model_dump_json(indent=1).encode())
+        self.record.begin()
+
+    def _begin_at(
+        self,
+        found: tuple[Path, Position] | None,
+        accepted: Sequence[str],
+        setting: Setting,
+        data: Prepared,
+        course: Course,
+    ) -> Position:
+        """The first step, or where the checkpoint that was found goes on.
+
+        Raises:
+            OptionError: it belongs to another run.
+        """
+        dtype = name_of(setting.precision.base.dtype)
+        identity = self._identity(setting, data, dtype)
+        if found is None:
+            return Position(0, course.num_steps, 0, asdict(identity), {}, dtype)
+        path, position = found
+        refuse_other_run(Identity(**position.identity), identity, accepted, str(path), self.tell)
+        if position.step >= course.num_steps:
+            self.tell(Notice(f"Step {position.step:,} of {course.num_steps:,} is done: there is nothing left to do."))
+        return replace(position, num_steps=course.num_steps, identity=asdict(identity), dtype=dtype)
+
+    def _identity(self, setting: Setting, data: Prepared, dtype: str) -> Identity:
+        folder = model_folder(self.options.model.name, self.tell)
+        contents = {
+            "data": data.train.fingerprint,
+            "heldout": data.heldout.fingerprint,
+            "weights": weights_digest(folder),
+            "tokenizer": tokenizer_digest(setting.tokenizer),
+        }
+        options = {
+            f"{group}.{name}": value
+            for group, values in self.options.model_dump(mode="json").items()
+            for name, value in values.items()
+        }
+        return Identity(contents, options | {"model.dtype": dtype})
+
     def _tell_start(self, resume: bool, position: Position | None) -> None:
         options = self.options.model_dump(mode="json")
         self.tell(RunStarted(str(self.folder), options, _versions(), position.step if position else 0))
         if resume and position is None:
-            self.tell(Notice(f"{self.folder} holds no whole checkpoint; the run begins anew."))
+            self.tell(Notice(f"{self.folder} holds no checkpoint; the run begins anew."))
 
     def _settled(self, setting: Setting, data: Prepared) -> Setting:
         options = with_rank(self.options, data, setting.config, setting.device, self.tell)
         states = settle_states(options.optimizer, setting.device, self.tell)
         self.options = options.model_copy(update={"optimizer": states})
+        if words := advice(refusals(config_of(options.lora))):
+            self.tell(Notice(f"Not every server will take this adapter: {words}"))
         return replace(setting, options=self.options)
 
     def _course(self, data: Prepared) -> Course:
@@ -131,20 +196,6 @@ def _go_on(ready: Assembled, checkpoint: Path) -> None:
     ready.gauge.watch_model(ready.model)
     if ready.engine.carrying is not None and carry:
         ready.engine.carrying.load_state_dict(carry)
-
-
-def _refuse_other_data(position: Position, course: Course, data: Prepared) -> None:
-    if (position.num_steps, position.data_fingerprint) != (course.num_steps, _fingerprint(data)):
-        raise OptionError(
-            f"The checkpoint at step {position.step} belongs to a run of {position.num_steps} steps over data "
-            f"{position.data_fingerprint}; these options give {course.num_steps} steps over {_fingerprint(data)}. "
-            "Resume with the options and files of that run, or name another train.folder."
-        )
-
-
-def _fingerprint(data: Prepared) -> str:
-    """Of the rows' lengths and learnt tokens: enough to notice other data or another way of cutting it."""
-    return blake2s(data.train.lengths.tobytes() + data.train.num_supervised.tobytes(), digest_size=8).hexdigest()
 
 
 def _versions() -> dict[str, str]:

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from narrowboat.errors import CheckpointError, ModelError
-from narrowboat.model.adapters import Adapted, adapt, idle_adapters, load_adapter_state, save_adapter
+from narrowboat.model.adapters import Adapted, adapt, idle_adapters
 from narrowboat.model.base import empty_base
+from narrowboat.model.saved import load_adapter_state, save_adapter
 from narrowboat.options.schema import LoraOptions
 
 IDS = torch.arange(3, 35)[None]
@@ -200,9 +201,14 @@ def test_a_foreign_or_damaged_adapter_is_refused(tmp_path: Path, model_of):
         load_adapter_state(model, tmp_path / "adapter")
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors: damaged: .*\(1,000 bytes of"):
         load_adapter_state(model, tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"there is no adapter_model.safetensors in it"):
+    (tmp_path / "adapter" / "manifest.json").unlink()
+    told: list = []
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors: cannot be read"):
+        load_adapter_state(model, tmp_path / "adapter", told.append)
+    assert "has no manifest.json: whether its files are as they were written cannot be checked" in told[0].text
+    with pytest.raises(CheckpointError, match=r"no adapter_config.json and no adapter_model.safetensors in it"):
         load_adapter_state(model, tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Models come whole from a folder or not at all; what is refused is refused in one sentence, before its weights."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -73,13 +74,42 @@ def test_the_model_computes_what_was_saved(folder: Path, model_of):
     torch.testing.assert_close(load(folder)[0](ids).logits, model_of("llama").eval()(ids).logits)
 
 
+def change(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def index(folder: Path, name: object) -> None:
+    """Has the weights listed as lying in the file ``name``."""
+    (folder / "model.safetensors").unlink()
+    listed = {"weight_map": {"lm_head.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
+
+
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
         (lambda f: (f / "config.json").unlink(), r"tiny: no config.json among its \d files"),
         (lambda f: (f / "config.json").write_text('{\n"model_type": \n}'), r"config.json, line 3: not valid JSON"),
         (lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'), r"config.json: not UTF-8 text, at byte 7"),
-        (lambda f: (f / "config.json").write_text("[]"), r"model_type None is not known to this transformers"),
+        (lambda f: (f / "config.json").write_text("[]"), r"config.json: expected an object in braces, found list"),
+        (lambda f: (f / "config.json").write_text("{}"), r"model_type None is not known to this transformers"),
+        (
+            lambda f: (f / "config.json").write_text('{"a": ' + "[" * 5000 + "]" * 5000 + "}"),
+            r"nested more than 100 deep",
+        ),
+        (lambda f: (f / "config.json").write_text('{"a": ' + "9" * 5000 + "}"), r"a number of 5,000 digits"),
+        (lambda f: change(f / "config.json", num_hidden_layers=10**9), r"num_hidden_layers is 1,000,000,000; at most"),
+        (
+            lambda f: change(f / "config.json", num_attention_heads="many"),
+            r"tiny: .*(cannot be loaded|cannot build it)",
+        ),
+        (lambda f: os.mkfifo(f / "added_tokens.json"), r"added_tokens.json is neither a file nor a folder"),
+        (
+            lambda f: index(f, "/etc/passwd"),
+            r"index.json: .* list of weight files: '/etc/passwd' leads out of its folder",
+        ),
+        (lambda f: index(f, "../../tiny/model.safetensors"), r"'../../tiny/model.safetensors' leads out of its folder"),
+        (lambda f: index(f, 7), r"7 is no file's name"),
         (lambda f: (f / "config.json").write_text('{"model_type": "lama"}'), r"'lama' is not known .* mean .*'llama'"),
         (
             lambda f: (f / "model.safetensors").unlink(),
@@ -100,7 +130,7 @@ def test_the_model_computes_what_was_saved(folder: Path, model_of):
         ),
         (
             lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json"),
-            "model.safetensors.index.json: cannot be read as a list of weight files",
+            "model.safetensors.index.json: not UTF-8 text",
         ),
     ],
 )
@@ -223,3 +253,54 @@ def test_a_model_with_eyes_is_no_encoder():
     anatomy = Anatomy.of(empty_base(config, torch.bfloat16))
     assert type(anatomy.backbone).__name__ == "Gemma3TextModel"
     assert [layer.window for layer in anatomy.layers] == [4096, 4096]
+
+
+REMOTE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({mark!r}).touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def with_code(folder: Path, mark: Path) -> None:
+    """Makes it a model whose Python code comes with it and leaves ``mark`` when it runs."""
+    (folder / "own.py").write_text(REMOTE.format(mark=str(mark)))
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    change(folder / "config.json", model_type="own", architectures=["OwnForCausalLM"], auto_map=auto_map)
+
+
+def test_code_that_comes_with_a_model_runs_only_when_asked_for(folder: Path, tmp_path: Path, monkeypatch, model_of):
+    """Transformers asks on the terminal, and waits for an answer; here nobody is asked."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    mark = tmp_path / "it ran"
+    with_code(folder, mark)
+    with pytest.raises(ModelError, match=r"'own' needs Python code that came with it.*model\.trust_remote_code: true"):
+        load(folder)
+    assert not mark.exists()
+    options = ModelOptions(name=str(folder), trust_remote_code=True)
+    model, _ = load_base(options, choose_precision("float32", CPU), CPU, print)
+    assert mark.exists() and type(model).__name__ == "OwnForCausalLM"
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(model(ids).logits, model_of("llama").eval()(ids).logits)
+
+
+def test_a_tokenizer_s_code_runs_only_when_asked_for(folder: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    mark = tmp_path / "it ran"
+    (folder / "own.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\nclass Own: pass\n")
+    path = folder / "tokenizer_config.json"
+    change(path, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    change(folder / "config.json", model_type="llama")
+    try:
+        load_tokenizer(str(folder), print)  # transformers may know one of its own for the model
+    except ModelError as error:
+        assert "model.trust_remote_code: true" in str(error)  # noqa: PT017
+    assert not mark.exists()

@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from narrowboat.errors import MachineError, ModelError
 from narrowboat.machine.precision import choose_precision
 from narrowboat.memory.install import install
-from narrowboat.model.adapters import adapt, load_adapter_state, save_adapter
+from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.base import empty_base, give_fake_tensors, load_base, weight_reader
 from narrowboat.model.packed import written_out
+from narrowboat.model.saved import load_adapter_state, save_adapter
 from narrowboat.options.schema import LoraOptions, ModelOptions
 from narrowboat.owner.causes import BASE_WEIGHTS
 from narrowboat.owner.meter import Meter

@@ -12,9 +12,10 @@ from torch import nn
 
 from narrowboat.errors import CheckpointError, ModelError
 from narrowboat.machine.extras import quiet
-from narrowboat.model.adapters import adapt, load_adapter_state, save_adapter
+from narrowboat.model.adapters import adapt
 from narrowboat.model.base import empty_base
 from narrowboat.model.ranks import adapters_by_layer, for_some_layers
+from narrowboat.model.saved import load_adapter_state, save_adapter
 from narrowboat.options.schema import LoraOptions
 
 IDS = torch.arange(3, 35)[None]

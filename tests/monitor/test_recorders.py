@@ -130,10 +130,14 @@ assert not {"tensorboard", "rich", "jinja2"} & set(sys.modules), "imported befor
 sys.path.insert(0, sys.argv[2])
 from tests.monitor.runs import whole_run
 folder = Path(sys.argv[1])
-fanout = recorders.open_recorders(folder)
-for event in whole_run(folder):
-    fanout.record(event)
-fanout.close()
+record = recorders.Record(folder)
+first, *others = whole_run(folder)
+record.record(first)
+assert not list(folder.iterdir()), "written before all checks have passed"
+record.begin()
+for event in others:
+    record.record(event)
+record.close()
 assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 """
     command = [sys.executable, "-W", "error", "-c", script, str(tmp_path), str(Path(__file__).parents[2])]

@@ -108,21 +108,22 @@ def test_a_run_whose_disk_fills_up_keeps_its_checkpoints(tmp_path: Path, monkeyp
     whole, stopped = (Run(tmp_path / name, rungs=RUNGS[3:], num_steps=3, save_every=1) for name in ("whole", "stopped"))
     whole.go()
     allocate = os.posix_fallocate
+    saved = [run.folder / "checkpoints" / "step-000002" for run in (whole, stopped)]
 
     def fills_up(file: int, start: int, num_bytes: int) -> None:
-        if (stopped.folder / "step-000002").exists():
+        if any(event.step == 2 for event in stopped.steps):
             raise OSError(28, "No space left on device")
         allocate(file, start, num_bytes)
 
     monkeypatch.setattr(os, "posix_fallocate", fills_up)
     with pytest.raises(MachineError, match=r"A scratch file needs .* more in .*; .* are free"):
         stopped.go()
-    found = newest_checkpoint(stopped.folder, pytest.fail)
+    found = newest_checkpoint(stopped.folder / "checkpoints", pytest.fail)
     assert found is not None
     assert found[1].step == 2
-    theirs = {path.name: path.read_bytes() for path in (whole.folder / "step-000002").rglob("*.safetensors")}
-    assert theirs == {path.name: path.read_bytes() for path in found[0].rglob("*.safetensors")}
-    assert len(theirs) == 1
+    theirs, ours = ({path.name: path.read_bytes() for path in place.rglob("*.safetensors")} for place in saved)
+    assert theirs == ours
+    assert len(theirs) == 2
 
 
 def test_every_second_input_is_computed_again() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from html import escape
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from narrowboat.options.schema import LoraOptions, Options
 from narrowboat.planner import catalog
 from narrowboat.planner.forecast import Workload
-from narrowboat.planner.page import LENGTHS, page_data, write_page
+from narrowboat.planner.page import LENGTHS, filled, page_data, write_page
 from narrowboat.planner.search import Search
 from narrowboat.planner.target import Limits
 from narrowboat.units import GIB
@@ -36,6 +38,23 @@ def test_it_needs_no_network_and_escapes_its_title(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "smollm2 &lt;135m&gt;" in text
     assert not re.findall(r"""(?:src|href)=["'](?!data:)|https?://""", text)
+
+
+HOSTILE = "{{data}}<img src=x onerror=alert(1)></script><!--<script>{{title}}\u2028&\"'"
+
+
+def test_a_hostile_title_is_text_and_nothing_else(search: Search) -> None:
+    """A model's folder may have any name. A title of {{data}} was raw JSON in the page, and a tag in it a tag."""
+    template = files("narrowboat.planner").joinpath("page.html").read_text(encoding="utf-8")
+    data = {"title": HOSTILE, "tokens": 1}
+    page = filled(template, data)
+    places = template.count("{{title}}") + template.count("{{data}}")
+    assert page.count("{{") == 2 * places  # the title's own two, as text, wherever it stands
+    assert "<img" not in page and page.count("</script>") == template.count("</script>")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
+    assert found is not None
+    assert json.loads(found[1]) == data
+    assert escape(HOSTILE) in page
 
 
 def test_its_figures_are_the_forecasts(page: Path, search: Search) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import search_in
 from narrowboat.data.examples import Row
-from narrowboat.model.adapters import save_adapter
+from narrowboat.model.saved import save_adapter
 from narrowboat.options.load import load
 from narrowboat.plan import MemoryPlan
 from tests.memory.families import SIZES, tiny

@@ -149,8 +149,9 @@ def test_r15_a_shrunken_micro_batch_is_resumed_and_no_sample_repeated(tmp_path: 
     assert [s.num_tokens for s in whole.steps] == [s.num_tokens for s in free.steps]
     assert whole.losses == pytest.approx(free.losses, rel=1e-5)
 
-    (tmp_path / "whole" / "step-000006").rename(tmp_path / "later")
-    found = newest_checkpoint(tmp_path / "whole", lambda event: None)
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    (checkpoints / "step-000006").rename(tmp_path / "later")
+    found = newest_checkpoint(checkpoints, lambda event: None)
     assert found is not None
     position = found[1]
     assert (position.step, position.num_steps) == (3, 6)

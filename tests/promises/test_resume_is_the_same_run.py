@@ -77,8 +77,8 @@ def test_a_signal_saves_and_resuming_goes_on(run_options: RunOptions, tmp_path: 
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{done:06d}"]
     with pytest.raises(OptionError, match="holds the checkpoints of another run"):
         api.train(options, quiet=True)
-    with pytest.raises(OptionError, match=f"belongs to a run of 400 steps .* these options give {done + 1} steps"):
-        api.train(run_options(**{"train.steps": done + 1, "train.save_every": 0}), resume=True, quiet=True)
+    ended = api.train(run_options(**{"train.steps": done + 1, "train.save_every": 0}), resume=True, quiet=True)
+    assert ended.step == done + 1
 
 
 def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(

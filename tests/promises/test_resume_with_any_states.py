@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from narrowboat import api
-from narrowboat.errors import CheckpointError
+from narrowboat.errors import CheckpointError, OptionError
 from narrowboat.options.schema import Options
 
 COMBINATIONS = [
@@ -46,5 +46,8 @@ def test_resumed_it_is_the_same_to_the_last_bit(
 
 def test_r17_an_8_bit_checkpoint_is_not_taken_for_a_32_bit_one(run_options: Callable[..., Options]) -> None:
     api.train(run_options(**{"train.steps": 1, "optimizer.name": "adamw8bit"}), quiet=True)
+    other = run_options(**{"train.steps": 1, "optimizer.name": "adamw"})
+    with pytest.raises(OptionError, match=r"optimizer\.name was adamw8bit, is adamw"):
+        api.train(other, resume=True, quiet=True)
     with pytest.raises(CheckpointError, match="holds states of adamw8bit, this run's optimizer is adamw"):
-        api.train(run_options(**{"train.steps": 1, "optimizer.name": "adamw"}), resume=True, quiet=True)
+        api.train(other, quiet=True, resume_anyway=["optimizer.name"])

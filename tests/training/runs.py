@@ -21,10 +21,12 @@ from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, OptimizerOptions, Options, TrainOptions
 from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
-from narrowboat.training.checkpoint import Position
+from narrowboat.training.checkpoint import Position, restore
 from narrowboat.training.governor import Governor
 from narrowboat.training.loop import Course, run
 from narrowboat.training.recovery import Recovery
+from narrowboat.training.saver import Saver
+from narrowboat.training.signals import StopRequest
 
 RUNGS = (
     MemoryPlan(layers="keep", micro_batch_tokens=64),
@@ -86,7 +88,8 @@ class Run:
             train=TrainOptions(save_every=self.save_every, evaluate_every=self.evaluate_every),
         )
 
-    def go(self, position: Position | None = None) -> Position:
+    def go(self, position: Position | None = None, resume: Path | None = None) -> Position:
+        """From ``position`` on, with the states of the checkpoint ``resume``."""
         options = self.options
         torch.manual_seed(0)
         model = adapt(LlamaForCausalLM(self.config), options.lora, lambda event: None).model
@@ -102,11 +105,14 @@ class Run:
             self.gauge.watch_model(model)
             engine = stack.enter_context(Engine(model, optimizer, governor.plan, 0, 1.0))
             recovery = Recovery(engine, self.gauge, governor, self.events.append)
+            if resume is not None:
+                restore(resume, model, optimizer)
             for mode in self.modes:
                 stack.enter_context(mode)
-            position = position or Position(0, self.num_steps, 0, "", {})
-            done, _ = run(recovery, course, options, position, self.folder, self.events.append)
-        return done
+            position = position or Position(0, self.num_steps, 0, {}, {})
+            saver = Saver(self.folder, options.train.keep_checkpoints, self.gauge, 0.9, self.events.append)
+            stop = stack.enter_context(StopRequest())
+            return run(recovery, course, options, position, saver, stop, self.events.append)
 
     @property
     def steps(self) -> list[StepDone]:

@@ -92,7 +92,7 @@ def keep(folder: Path, batches: Iterable[pa.RecordBatch], account: Account) -> S
     """Write ``batches`` into ``folder``, whole or not at all; ``account`` is complete when they are used up."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
         draft = Path(name) / "draft"
-        draft.mkdir()
+        draft.mkdir(mode=0o700)
         fingerprint = Fingerprint()
         shards = _write(draft, fingerprint.passing(batches))
         manifest = {

@@ -1,14 +1,16 @@
-"""The user's cache folder, and how one process fills a folder in it while others wait."""
+"""The user's cache folder, and how one process fills a folder in it while others wait. What is made here is private."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
 from platformdirs import user_cache_path
+
+from narrowboat.machine.locks import waiting
 
 
 def cache_folder() -> Path:
@@ -18,11 +20,25 @@ def cache_folder() -> Path:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[None]:
-    """No other process fills ``folder`` meanwhile; its parents are made. A process that dies holds up nobody.
+    """No other process fills ``folder`` meanwhile; its parents are made. A process that dies holds up nobody, and what
+    it left of ``folder`` is removed.
 
     Raises:
         OSError: the folder's parents cannot be made or written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
+    make_private(folder.parent)
+    with waiting(folder.with_name(f"{folder.name}.lock")):
+        for left in folder.parent.glob(f".{folder.name}-????????"):
+            shutil.rmtree(left, ignore_errors=True)
         yield
+
+
+def make_private(folder: Path) -> None:
+    """Make ``folder`` and its missing parents for nobody but this user; what is there stays as it is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for place in reversed([folder, *folder.parents]):
+        if not place.exists():
+            place.mkdir(mode=0o700, exist_ok=True)

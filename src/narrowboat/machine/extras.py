@@ -14,7 +14,13 @@ from typing import Any
 
 from narrowboat.errors import MachineError
 
-GROUP_OF = {"torchao": "quant", "bitsandbytes": "quant", "pytorch_optimizer": "optim", "optuna": "sweep"}
+GROUP_OF = {
+    "torchao": "quant",
+    "bitsandbytes": "quant",
+    "pytorch_optimizer": "optim",
+    "optuna": "sweep",
+    "sentencepiece": "gguf",
+}
 
 
 def require(module: str, option: str) -> Any:

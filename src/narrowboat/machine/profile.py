@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from narrowboat.machine.caches import cache_folder
+from narrowboat.machine.caches import cache_folder, make_private
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import name_of
 from narrowboat.units import MIB
@@ -93,7 +93,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Profile:
     )
     path = profile_path(device, dtype)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         path.write_text(json.dumps(asdict(profile), indent=1), encoding="utf-8")
     except OSError:
         pass  # measured again next time

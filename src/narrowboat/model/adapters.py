@@ -1,4 +1,4 @@
-"""LoRA adapters through PEFT: where they go, how many weights they train, and how they are saved and read.
+"""LoRA adapters through PEFT: where they go and how many weights they train.
 
 A frozen matrix W [out, in] gets B A on top, A [rank, in] and B [out, rank], scaled by alpha / rank (Hu et al., 2021,
 arXiv:2106.09685): rank x (in + out) weights to train instead of in x out. Adapters are float32 over a base of any
@@ -7,44 +7,26 @@ format; B starts at zero, so the first forward is the base model's.
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from narrowboat.errors import CheckpointError, ModelError
+from narrowboat.errors import ModelError
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.extras import quiet
-from narrowboat.machine.hardware import free_disk_bytes
 from narrowboat.machine.precision import name_of
 from narrowboat.model.anatomy import Anatomy, bare
 from narrowboat.model.masters import HALF, keep_masters
 from narrowboat.model.products import speed_up
 from narrowboat.model.quantize import make_trainable
 from narrowboat.model.ranks import ranks_by_module, table
-from narrowboat.model.starts import (
-    for_untouched_base,
-    from_saved,
-    start_as_main_directions,
-    start_as_quantisation_error,
-    widened,
-)
+from narrowboat.model.starts import start_as_main_directions, start_as_quantisation_error
 from narrowboat.model.targets import ALL_LINEAR, for_peft, matching, refuse_unmatched
 from narrowboat.options.schema import LoraOptions
-from narrowboat.units import format_bytes
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -149,70 +131,6 @@ def _begin(model: PeftModel, options: LoraOptions, read: Callable[[str], torch.T
         start_as_main_directions(model)
     elif options.init == "loftq":
         start_as_quantisation_error(model, read)
-
-
-def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the adapter as a plain PEFT folder, whole or not at all; an older one in its place is replaced.
-
-    Raises:
-        CheckpointError: the disk is full or cannot be written; nothing is left behind.
-    """
-    num_bytes = sum(
-        t.numel() * t.element_size() for t in get_peft_model_state_dict(model, save_embedding_layers=False).values()
-    )
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as workshop:
-            draft, old = Path(workshop) / "draft", Path(workshop) / "old"
-            model.save_pretrained(str(draft), save_embedding_layers=False)
-            if widened(model):
-                _widen(model, draft)
-            if folder.exists():
-                os.replace(folder, old)
-            os.replace(draft, folder)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder}: the adapter was not saved: {error}. It takes {format_bytes(num_bytes)}, "
-            f"{format_bytes(free_disk_bytes(folder.parent))} are free there."
-        ) from None
-
-
-def _widen(model: PeftModel, folder: Path) -> None:
-    """Make what was saved an adapter for the base as it was before training began: of twice the rank."""
-    save_file(for_untouched_base(model, load_file(folder / WEIGHTS_FILE)), folder / WEIGHTS_FILE, {"format": "pt"})
-    path = folder / CONFIG_FILE
-    config = json.loads(path.read_text(encoding="utf-8"))
-    same_scale = math.sqrt(2) if config["use_rslora"] else 2
-    config["r"], config["lora_alpha"] = 2 * config["r"], same_scale * config["lora_alpha"]
-    config["rank_pattern"] = {name: 2 * rank for name, rank in config["rank_pattern"].items()}
-    config["alpha_pattern"] = {name: same_scale * alpha for name, alpha in config["alpha_pattern"].items()}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def load_adapter_state(model: PeftModel, folder: Path) -> None:
-    """Put the saved weights of ``folder`` into the adapter of ``model``, bit for bit.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or does not belong to this adapter.
-    """
-    path = folder / WEIGHTS_FILE
-    try:
-        saved = from_saved(model, load_file(path))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: there is no {WEIGHTS_FILE} in it, so it is no adapter") from None
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    present = {
-        name: tuple(t.shape) for name, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()
-    }
-    given = {name: tuple(t.shape) for name, t in saved.items()}
-    if wrong := sorted(name for name in present.keys() | given.keys() if present.get(name) != given.get(name)):
-        raise CheckpointError(
-            f"{path}: {len(wrong)} of {len(given)} tensors do not fit this adapter; first {wrong[0]}: saved "
-            f"{given.get(wrong[0], 'not at all')}, expected {present.get(wrong[0], 'none')}. Were lora.rank or "
-            "lora.targets changed?"
-        )
-    set_peft_model_state_dict(model, saved)
 
 
 def idle_adapters(model: nn.Module) -> list[str]:

@@ -7,7 +7,6 @@ model in its own format.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,15 +17,14 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
-from narrowboat.errors import ModelError, OutOfMemory, did_you_mean
+from narrowboat.errors import ModelError, OutOfMemory, cut, did_you_mean
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.extras import quiet
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import Precision, name_of
-from narrowboat.model import embedded
+from narrowboat.model import embedded, outside
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.loading import Taker, one_at_a_time
 from narrowboat.model.packed import pack
@@ -70,8 +68,8 @@ def load_base(
         ModelError: there is no such model, it has no weights, some are missing or damaged, or it is not a causal one.
         OutOfMemory: the device cannot hold the weights.
     """
-    config = load_config(options.name, tell)
-    tokenizer = load_tokenizer(options.name, tell)
+    config = load_config(options.name, tell, options.trust_remote_code)
+    tokenizer = load_tokenizer(options.name, tell, options.trust_remote_code)
     empty = empty_base(config, precision.base.dtype, options.name, options.quantize)
     check_weights(options.name, tell)
     on_the_way = torch.device("cpu") if taker else device
@@ -120,7 +118,7 @@ def _load(folder: Path, taker: Taker | None, settings: dict[str, Any]) -> tuple[
 def stored_dtype(name: str, config: Any) -> torch.dtype | None:
     """The format of the weights in the files of ``name``, or what its ``config`` says of models that are not here."""
     stated = getattr(config, "dtype", None)
-    folder = Path(name).expanduser()
+    folder = as_folder(name)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return stated if isinstance(stated, torch.dtype) else None
@@ -174,32 +172,39 @@ def hush_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def load_config(name: str, tell: Tell) -> Any:
+def load_config(name: str, tell: Tell, trusted: bool = False) -> Any:
     """The transformers configuration of the model ``name``, a causal language model's.
+
+    Args:
+        name: a folder, a hub name or ``smollm2-135m``.
+        tell: hears notices.
+        trusted: whether Python code that comes with it may run.
 
     Raises:
         ModelError: there is none, it is not JSON, or its architecture is unknown or no causal language model.
     """
     source = _source(name, tell)
     if Path(source).is_dir():
-        _refuse_bad_config(Path(source) / "config.json")
+        outside.refuse_bad_folder(Path(source), trusted)
     try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, TypeError) as error:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
+        outside.know_code_of(config)
+    except Exception as error:  # a configuration is anybody's, and so is what its classes make of it
+        outside.refuse_code(name, error)
         kind = "its configuration cannot be loaded" if Path(source).is_dir() else "no folder here, and no hub gives it"
         raise ModelError(f"{name}: {kind}: {_first_line(error)}") from None
-    stated = getattr(config, "architectures", None) or []
+    stated = [str(kind) for kind in getattr(config, "architectures", None) or []]
     causal = [kind for kind in stated if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
     if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder or (stated and not causal):
-        kind = ", ".join(stated) or config.model_type
+        kind = cut(", ".join(stated) or config.model_type)
         raise ModelError(
             f"{name}: {kind} is not a causal language model; Narrowboat trains models that predict the next token"
         )
     return config
 
 
-def load_tokenizer(name: str, tell: Tell) -> Any:
-    """The tokenizer of the model ``name``; data needs it before any weight is loaded.
+def load_tokenizer(name: str, tell: Tell, trusted: bool = False) -> Any:
+    """The tokenizer of the model ``name``; data needs it before any weight is loaded. See ``load_config``.
 
     Raises:
         ModelError: there is none, or it is damaged.
@@ -208,8 +213,9 @@ def load_tokenizer(name: str, tell: Tell) -> Any:
     if Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZER_FILES):
         raise ModelError(f"{source}: no tokenizer in it, none of {', '.join(TOKENIZER_FILES)}")
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
     except Exception as error:  # the tokenizers library raises bare Exceptions for files it cannot parse
+        outside.refuse_code(name, error)
         raise ModelError(f"{name}: its tokenizer cannot be loaded: {_first_line(error)}") from None
 
 
@@ -225,7 +231,7 @@ def check_weights(name: str, tell: Tell) -> None:
     if not folder.is_dir():
         return
     files = weight_files(folder)
-    if missing := [file for file in files if not (folder / file).exists()]:
+    if missing := [file for file in files if not (folder / file).is_file()]:
         raise ModelError(f"{folder}: {len(missing)} of {len(files)} weight files are missing; first {missing[0]}")
     for path in (folder / file for file in files if file.endswith(".safetensors")):
         try:
@@ -248,7 +254,7 @@ def empty_base(config: Any, dtype: torch.dtype, name: str = "", quantize: Quanti
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except Exception as error:  # of whatever its configuration makes of transformers' classes
         raise ModelError(f"{name}: transformers cannot build it: {_first_line(error)}") from None
     looks_back_only = [part.is_causal for part in model.modules() if hasattr(part, "is_causal")]
     if looks_back_only and not any(looks_back_only):  # a tower for pictures may look both ways
@@ -278,11 +284,25 @@ def give_fake_tensors(model: nn.Module) -> None:
                     tensors[name] = fakes.setdefault(id(tensor), fake)  # type: ignore[assignment]
 
 
+def as_folder(name: str) -> Path:
+    """``name`` as a folder's, which need not be there.
+
+    Raises:
+        ModelError: no folder can be called so.
+    """
+    try:
+        folder = Path(name).expanduser()
+        folder.is_dir()
+    except (OSError, RuntimeError) as error:  # too long, or of nobody known here
+        raise ModelError(f"{cut(name)}: {getattr(error, 'strerror', None) or error}") from None
+    return folder
+
+
 def _source(name: str, tell: Tell) -> str:
     """What transformers takes for ``name``: a folder that exists, or a hub name."""
     if name == embedded.NAME:
         return str(embedded.fetch(tell))
-    folder = Path(name).expanduser()
+    folder = as_folder(name)
     if folder.is_dir():
         return str(folder.absolute())  # an adapter remembers it
     if folder.is_file():
@@ -297,21 +317,6 @@ def _source(name: str, tell: Tell) -> str:
     return name
 
 
-def _refuse_bad_config(path: Path) -> None:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path.parent}: no config.json among its {len(list(path.parent.iterdir()))} files") from None
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: not UTF-8 text, at byte {error.start:,}") from None
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in CONFIG_MAPPING_NAMES:
-        near = did_you_mean(str(kind), CONFIG_MAPPING_NAMES)
-        raise ModelError(f"{path}: model_type {kind!r} is not known to this transformers{near}")
-
-
 def weight_files(folder: Path) -> list[str]:
     """Names of the files that transformers will read: the first kind that is there, in one file or in listed shards."""
     for file in WEIGHTS:
@@ -319,10 +324,7 @@ def weight_files(folder: Path) -> list[str]:
         if (folder / file).exists():
             return [file]
         if index.exists():
-            try:
-                return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-                raise ModelError(f"{index}: cannot be read as a list of weight files: {error!r}") from None
+            return outside.listed_files(index)
     present = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
     raise ModelError(f"{folder}: no weights in it, neither {' nor '.join(WEIGHTS)}; it holds {present}")
 
@@ -338,4 +340,4 @@ def _refuse_missing(name: str, found: dict[str, Any], tell: Tell) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return cut((str(error).strip() or type(error).__name__).splitlines()[0])

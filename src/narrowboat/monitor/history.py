@@ -8,11 +8,13 @@ a killed run tears its last one.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -21,6 +23,7 @@ from narrowboat import events
 from narrowboat.errors import DataError
 
 EVENTS_FILE = "events.jsonl"
+_CHECK = re.compile(rb', "check": "([0-9a-f]{8})"\}$')
 
 
 @dataclass
@@ -43,7 +46,8 @@ class Sitting:
     @property
     def seconds(self) -> float:
         """As the run measured it, or up to the last sign of life."""
-        return self.end.seconds if self.end else (self.last_heard - self.started).total_seconds()
+        heard = (self.last_heard - self.started).total_seconds()
+        return self.end.seconds if self.end else max(0.0, heard)  # a clock may be put back
 
 
 @dataclass
@@ -190,6 +194,17 @@ def read_history(path: Path) -> History:
     return history
 
 
+def checked_line(line: bytes) -> bytes:
+    """A JSON object on a line, with the check sum of that line (CRC-32) as its last field."""
+    return line[:-1] + b', "check": "%08x"}' % crc32(line)
+
+
+def _is_as_written(line: bytes) -> bool:
+    """False where a check sum says that the line was damaged; lines of other tools have none."""
+    found = _CHECK.search(line)
+    return found is None or int(found[1], 16) == crc32(line[: found.start()] + b"}")
+
+
 def _parse(lines: list[bytes]) -> Iterator[tuple[int, events.Event | None, datetime]]:
     """Each line's number, event and time; None for a line that is no event that we know."""
     kinds = {kind.__name__: TypeAdapter(kind) for kind in events.Event.__subclasses__()}
@@ -197,6 +212,8 @@ def _parse(lines: list[bytes]) -> Iterator[tuple[int, events.Event | None, datet
         if not line.strip():
             continue
         try:
+            if not _is_as_written(line):
+                raise ValueError("damaged")
             record = from_json(line)
             time = datetime.fromisoformat(record["time"])
             yield number, kinds[record["event"]].validate_python(record), time

@@ -17,35 +17,65 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowboat.events import Event, Notice, Recorder
-from narrowboat.monitor.history import EVENTS_FILE
+from narrowboat.monitor.history import EVENTS_FILE, checked_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def open_recorders(folder: Path, console: Console | None = None, quiet: bool = False) -> Fanout:
-    """All recorders of a run: ``events.jsonl``, ``tensorboard/``, ``report.html``, and the progress display.
+class Record:
+    """A run's recorders: the display at once, the files in its folder only from ``begin`` on.
+
+    Until a run has passed all checks nothing of an earlier one in its folder may change; what is told before that is
+    written down then, each event with the time at which it was told.
 
     Args:
-        folder: the run folder; it is made if it is not there. A resumed run appends to what lies in it.
+        folder: the run folder. A resumed run appends to what lies in it.
         console: where progress goes; the standard output if not given.
         quiet: no progress display.
-
-    Raises:
-        OSError: if ``events.jsonl`` cannot be opened: a run that cannot be written down should not start.
     """
-    from narrowboat.monitor.progress import Progress
-    from narrowboat.monitor.report import ReportPage
-    from narrowboat.monitor.tensorboard import TensorBoard
 
-    recorders: list[Recorder] = [
-        JsonLines(folder / EVENTS_FILE),
-        TensorBoard(folder / "tensorboard"),
-        ReportPage(folder),
-    ]
-    if not quiet:
-        recorders.append(Progress(console))
-    return Fanout(recorders)
+    def __init__(self, folder: Path, console: Console | None = None, quiet: bool = False) -> None:
+        from narrowboat.monitor.progress import Progress
+
+        self._folder = folder
+        self._fanout = Fanout([] if quiet else [Progress(console)])
+        self._waiting: list[tuple[Event, datetime]] | None = []
+
+    def record(self, event: Event) -> None:
+        """Tell everyone."""
+        if self._waiting is not None:
+            self._waiting.append((event, datetime.now(UTC)))
+        self._fanout.record(event)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether files are written."""
+        return self._waiting is None
+
+    def begin(self) -> None:
+        """Open ``events.jsonl``, ``tensorboard/`` and ``report.html``, and write down what was told so far.
+
+        Raises:
+            OSError: if ``events.jsonl`` cannot be opened: a run that cannot be written down should not start.
+        """
+        from narrowboat.monitor.report import ReportPage
+        from narrowboat.monitor.tensorboard import TensorBoard
+
+        if self._waiting is None:
+            return
+        lines = JsonLines(self._folder / EVENTS_FILE)
+        files = Fanout([lines, TensorBoard(self._folder / "tensorboard"), ReportPage(self._folder)])
+        waiting, self._waiting = self._waiting, None
+        for event, told_at in waiting:
+            lines.told_at = told_at
+            files.record(event)
+        lines.told_at = None
+        self._fanout.join(files)
+
+    def close(self) -> None:
+        """Close everyone."""
+        self._fanout.close()
 
 
 class Fanout:
@@ -73,6 +103,10 @@ class Fanout:
             except Exception as error:
                 self.record(_lost(recorder, error))
 
+    def join(self, others: Fanout) -> None:
+        """Tell those of ``others`` first from here on."""
+        self._recorders = others._recorders + self._recorders
+
     def _drop(self, failures: list[tuple[Recorder, Exception]]) -> None:
         for recorder, _ in failures:
             self._recorders.remove(recorder)
@@ -90,10 +124,12 @@ class Fanout:
 class JsonLines:
     """One event a line, each flushed: what a killed run has written stays readable.
 
-    A resumed run appends. Numbers that JSON lacks are written as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+    A resumed run appends. Numbers that JSON lacks are written as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Each
+    line ends with a check sum of what stands before it. ``told_at`` is the time of what is recorded, None for now.
     """
 
     def __init__(self, path: Path) -> None:
+        self.told_at: datetime | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         if self._file.tell():
@@ -103,8 +139,9 @@ class JsonLines:
 
     def record(self, event: Event) -> None:
         """Append one line: the event, and the wall-clock time in UTC."""
-        line = event.as_dict() | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        self._file.write(json.dumps(_plain(line), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        told_at = self.told_at or datetime.now(UTC)
+        line = event.as_dict() | {"time": told_at.isoformat(timespec="milliseconds")}
+        self._file.write(checked_line(json.dumps(_plain(line), ensure_ascii=False, allow_nan=False).encode()) + b"\n")
         self._file.flush()
 
     def close(self) -> None:

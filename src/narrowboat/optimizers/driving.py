@@ -71,8 +71,12 @@ def averaged(optimizer: Optimizer | None) -> Iterator[None]:
             torch._foreach_copy_(parameters, kept)
 
 
+SETTINGS = ("weight_decay", "betas", "eps", "rate")
+"""Of a parameter group: what the options say, not what was learnt."""
+
+
 def load_states(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Put the ``state_dict`` of a checkpoint into ``optimizer``.
+    """Put the ``state_dict`` of a checkpoint into ``optimizer``, whose own settings stay.
 
     Raises:
         CheckpointError: it is that of another optimizer.
@@ -84,7 +88,10 @@ def load_states(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             f"The checkpoint holds states of {theirs}, this run's optimizer is {ours}: one cannot go on with the "
             f"other's. Resume with {_options_for(theirs)}, or begin a new run."
         )
+    own = [{name: group[name] for name in SETTINGS if name in group} for group in optimizer.param_groups]
     optimizer.load_state_dict(saved)
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
     if getattr(optimizer, "is_paged", False):
         _page_again(optimizer)
 

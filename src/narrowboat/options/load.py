@@ -7,17 +7,22 @@ right. Nothing heavy is imported here: mistakes are answered before a weight is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from hashlib import blake2s
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from ruamel.yaml import YAML, YAMLError
-from ruamel.yaml.comments import CommentedMap
 
-from narrowboat.errors import Mistake, OptionError, did_you_mean
+from narrowboat.errors import Mistake, OptionError, cut, did_you_mean
+from narrowboat.events import Notice, Tell
+from narrowboat.options import yaml_files
 from narrowboat.options.schema import Options
+
+DIGEST = b"# digest: "
+ASIDE = "x-"
+"""A group of that name is a place for anchors, and no options."""
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -55,52 +60,55 @@ def load(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Op
 
 def dump(options: Options, path: Path) -> None:
     """Write ``options`` so that ``load(path)`` gives the same ones back."""
-    yaml = YAML()
-    yaml.default_flow_style = False
-    with path.open("w", encoding="utf-8") as file:
-        yaml.dump(options.model_dump(mode="json"), file)
+    path.write_bytes(text_of(options))
 
 
-def _read(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """The file's values by group, and ``{"lora.rank": "run.yaml, line 3"}``."""
+def text_of(options: Options) -> bytes:
+    """``options`` as a YAML file, with a digest of itself in its last line, a comment."""
+    body = yaml_files.write(options.model_dump(mode="json"))
+    return body + DIGEST + _digest(body) + b"\n"
+
+
+def load_back(path: Path, tell: Tell) -> Options:
+    """The options that a run wrote to ``path``; told where nobody can know whether they are as they were written.
+
+    Raises:
+        OptionError: they are not.
+    """
     try:
-        tree = YAML(typ="rt").load(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise OptionError(f"{path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path}: cannot be read as UTF-8 text: {error}") from None
-    except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise OptionError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
-    if tree is None:
+        body, has_digest, digest = path.read_bytes().rpartition(DIGEST)
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not has_digest:
+        tell(Notice(f"{path} has no digest in its last line: whether it is as the run wrote it cannot be checked."))
+    elif digest != _digest(body) + b"\n":
+        raise OptionError(
+            f"{path} is not as the run wrote it. Put it back from a copy; or narrowboat train with the run's own file, "
+            "--resume and this folder writes it anew once it has been compared with the checkpoint."
+        )
+    return load(path)
+
+
+def _digest(body: bytes) -> bytes:
+    return blake2s(body, digest_size=16).hexdigest().encode()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's values by group, and ``{"lora.rank": "run.yaml, line 3"}``."""
+    tree = yaml_files.read(path)
+    if tree.values is None:
         return {}, {}
-    if not isinstance(tree, CommentedMap):
-        raise OptionError(f"{path}, line 1: expected groups such as `lora:` with options below them, found {tree!r}")
-    values: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    for group, content in tree.items():
-        places[str(group)] = f"{path}, line {tree.lc.key(group)[0] + 1}"
-        values[str(group)] = content
-        if isinstance(content, CommentedMap):
-            values[str(group)] = {str(name): _plain(value) for name, value in content.items()}
-            for name in content:
-                places[f"{group}.{name}"] = f"{path}, line {content.lc.key(name)[0] + 1}"
-        elif content is None:
-            values[str(group)] = {}
-    return values, places
-
-
-def _plain(value: Any) -> Any:
-    """Without ruamel's own containers and numbers, so that messages show what the user wrote."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return value
+    if not isinstance(tree.values, dict):
+        raise OptionError(
+            f"{path}, line 1: expected groups such as `lora:` with options below them, found {cut(repr(tree.values))}"
+        )
+    groups = {name: content for name, content in tree.values.items() if not name.startswith(ASIDE)}
+    places = {".".join(at): f"{path}, line {line}" for at, line in tree.lines.items() if len(at) <= 2}
+    for group, content in groups.items():
+        places.setdefault(group, str(path))
+        for name in content if isinstance(content, dict) else ():
+            places.setdefault(f"{group}.{name}", places[group])
+    return {group: {} if content is None else content for group, content in groups.items()}, places
 
 
 def _unknown(values: dict[str, Any], places: Mapping[str, str]) -> list[Mistake]:

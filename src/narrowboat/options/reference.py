@@ -11,6 +11,7 @@ OPENING = """# Options
 
 Every option with its type and default. In a file an option stands in its group, on the command line it is a flag:
 `lora: {rank: 32}` and `--lora.rank 32` say the same. Defaults come first, then the file, then the flags.
+In a file, anchors and merge keys work as ever; a group whose name begins with `x-` is not read: a place for them.
 This page is written from the schema; a test compares the two.
 """
 

@@ -36,7 +36,7 @@ RankEntries = Annotated[tuple[RankEntry, ...], BeforeValidator(_split_commas)]
 class Group(BaseModel):
     """A named group of options: ``lora.rank`` is the field ``rank`` of the group ``lora``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 Quantize = Literal["none", "nf4", "int4_weight", "int8", "int8_weight"]
@@ -67,6 +67,9 @@ class ModelOptions(Group):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to train; auto takes a CUDA card if there is one."
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with a model or tokenizer, as its author's; never asked for."
     )
 
 
@@ -364,7 +367,11 @@ class OptimizerOptions(Group):
 class TrainOptions(Group):
     """When things happen."""
 
-    folder: str = Field("runs/narrowboat", description="Run folder: checkpoints, adapter, events and report go here.")
+    folder: str = Field(
+        "runs/narrowboat",
+        min_length=1,
+        description="Run folder: checkpoints, adapter, events and report go here, with the modes that the umask says.",
+    )
     steps: int | None = Field(None, ge=1, description="Optimizer steps; as many as train.epochs needs if not given.")
     epochs: float = Field(1.0, gt=0, description="Passes over the data when train.steps is not given.")
     batch_tokens: int = Field(
@@ -376,6 +383,12 @@ class TrainOptions(Group):
     seed: int = Field(0, ge=0, description="Seed of order, initial weights and dropout.")
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints stay.")
+    keep_best: bool = Field(
+        False, description="Keep the adapter with the lowest held-out loss apart, in best/; see train.evaluate_every."
+    )
+    max_minutes: float | None = Field(
+        None, gt=0, description="Minutes after which the run is saved and ends, as after SIGTERM: exit code 143."
+    )
     evaluate_every: int = Field(0, ge=0, description="Steps between held-out evaluations; 0 evaluates first and last.")
 
 

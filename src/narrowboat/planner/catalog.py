@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from narrowboat.errors import OptionError, did_you_mean
+from narrowboat.errors import OptionError, cut, did_you_mean
 from narrowboat.machine.profile import CARD_MARGIN, Rates
 from narrowboat.planner.target import Target
 from narrowboat.units import MIB
@@ -88,7 +88,7 @@ def card(name: str) -> Card:
     key = name.lower().replace("nvidia", "").replace("geforce", "").strip().replace(" ", "-").replace("_", "-")
     if key not in _data()["cards"]:
         known = did_you_mean(key, card_names()) or f"; known are {', '.join(card_names())}."
-        raise OptionError(f"card {name!r} is not in the catalogue{known} --budget 24GiB names any size.")
+        raise OptionError(f"card {cut(repr(name))} is not in the catalogue{known} --budget 24GiB names any size.")
     fields = _data()["cards"][key]
     return Card(key, fields["memory_mib"] * MIB, fields["tflops"], fields["bandwidth_gbs"])
 

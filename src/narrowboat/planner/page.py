@@ -7,6 +7,7 @@ answer for every setting without asking again.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
@@ -31,12 +32,18 @@ def write_page(search: Search, limits: Limits, num_tokens: int, title: str, path
         MachineError: the file cannot be written.
     """
     page = files("narrowboat.planner").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(page_data(search, limits, num_tokens, title)).replace("</", "<\\/")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page.replace("{{title}}", escape(title)).replace("{{data}}", data), encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"{path}: the page cannot be written: {error.strerror}") from None
+        path.write_text(filled(page, page_data(search, limits, num_tokens, title)), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise MachineError(f"{str(path)[:200]}: the page cannot be written: {reason}") from None
+
+
+def filled(page: str, data: dict[str, Any]) -> str:
+    """``page`` with title and data in their places, all at once, so that nothing in them can be a place itself."""
+    parts = {"title": escape(data["title"]), "data": json.dumps(data).replace("<", "\\u003c")}
+    return re.sub(r"\{\{(title|data)\}\}", lambda place: parts[place[1]], page)
 
 
 def page_data(search: Search, limits: Limits, num_tokens: int, title: str) -> dict[str, Any]:

@@ -1,34 +1,40 @@
 """Checkpoints: whole or not at all, and the run goes on from one as if it had never stopped.
 
 A checkpoint is a folder ``step-000100`` with the adapter (a plain PEFT folder), the optimizer's states and the random
-state, and ``run.json``, which is written last and lists every file with its size. It is made under another name and
-renamed when it is on disk; older ones are removed only after that. The order of the data follows from the step, so
-there is no position to save.
+state, and ``run.json``, which is written last and lists every file with its size and digest. The order of the data
+follows from the step, so there is no position to save. A ``Snapshot`` is what a checkpoint will hold, taken at one
+moment between two steps; it refers to the run's own tensors until it is ``copied``.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from narrowboat.errors import CheckpointError
 from narrowboat.events import CheckpointSaved, Notice, Tell
+from narrowboat.machine import manifest
+from narrowboat.machine.drafts import whole
 from narrowboat.machine.hardware import free_disk_bytes
-from narrowboat.model.adapters import load_adapter_state, save_adapter
+from narrowboat.machine.json_files import read_json
+from narrowboat.model.saved import Contents, contents, load_adapter_state, read_tensors
 from narrowboat.optimizers.driving import load_states
-from narrowboat.units import format_bytes
+from narrowboat.training import trees
+from narrowboat.units import MIB, format_bytes
 
-ADAPTER, STATES, RUN = "adapter", "states.pt", "run.json"
+ADAPTER, STATES, TREE, RUN = "adapter", "states.safetensors", "states.json", "run.json"
+PICKLED_STATES = "states.pt"
+SMALL_FILES_BYTES = MIB
+"""Of a checkpoint, beside its tensors; with room to spare."""
+
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -40,10 +46,14 @@ class Position:
         step: optimizer steps done.
         num_steps: steps of the whole run.
         num_tokens: tokens learnt from so far.
-        data_fingerprint: of the prepared rows; another one means other data.
+        identity: of the run, as ``sameness.Identity`` has it.
         plan: the memory plan in force.
         dtype: of the base weights; what ``auto`` chose once stays, for another format is another run.
         first_heldout_loss: before step 1.
+        last_heldout_loss: the newest,
+        evaluated_step: and the step after which it was measured; -1 before the first.
+        best_heldout_loss: the lowest so far,
+        best_step: and the step after which it was measured.
         num_skipped: steps that had no finite gradient and changed nothing.
         num_passed_over: those of them whose rows were not tried again, so that the data is further than the steps.
         num_bad_in_a_row: those of them since the last good step.
@@ -53,71 +63,117 @@ class Position:
     step: int
     num_steps: int
     num_tokens: int
-    data_fingerprint: str
+    identity: dict[str, Any]
     plan: dict[str, Any]
     dtype: str = "auto"
     first_heldout_loss: float | None = None
+    last_heldout_loss: float | None = None
+    evaluated_step: int = -1
+    best_heldout_loss: float | None = None
+    best_step: int = 0
     num_skipped: int = 0
     num_passed_over: int = 0
     num_bad_in_a_row: int = 0
     scale: dict[str, float] = field(default_factory=dict)
 
 
-def save_checkpoint(
-    folder: Path,
-    position: Position,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    keep: int,
-    carry: dict[str, Any] | None = None,
-) -> CheckpointSaved:
-    """Write ``folder/step-NNNNNN`` and remove all but the ``keep`` newest.
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds: ``tree`` is that of the states, whose tensors lie in ``tensors``."""
 
-    ``carry`` is what a document carries in whose middle the step ended.
+    position: Position
+    adapter: Contents
+    tree: Any
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, and nearly what it takes on disk."""
+        return self.adapter.num_bytes + sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def copied(self) -> Snapshot:
+        """The same in host memory of its own, which the next steps do not change."""
+        adapter = replace(self.adapter, tensors={name: _copy(t) for name, t in self.adapter.tensors.items()})
+        return replace(self, adapter=adapter, tensors={name: _copy(t) for name, t in self.tensors.items()})
+
+
+def snapshot(
+    position: Position, model: Any, optimizer: torch.optim.Optimizer, carry: dict[str, Any] | None = None
+) -> Snapshot:
+    """The run between two steps; ``carry`` is what a document carries in whose middle the last one ended.
+
+    Raises:
+        CheckpointError: the optimizer's states hold something that cannot be saved.
+    """
+    states = {"optimizer": optimizer.state_dict(), "random": _random_state(), "carry": carry}
+    try:
+        return Snapshot(position, contents(model), *trees.flatten(states))
+    except TypeError as error:
+        raise CheckpointError(f"step {position.step}: its states cannot be saved: {error}") from None
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Refuse to begin what the disk of ``folder`` has no room for.
+
+    Raises:
+        CheckpointError: with bytes needed and free.
+    """
+    free = free_disk_bytes(folder)
+    if free < num_bytes + SMALL_FILES_BYTES:
+        raise CheckpointError(
+            f"{folder}: not saved: it takes {format_bytes(num_bytes + SMALL_FILES_BYTES)}, {format_bytes(free)} are "
+            "free there. Earlier checkpoints are whole."
+        )
+
+
+def write(folder: Path, taken: Snapshot, num_kept: int) -> CheckpointSaved:
+    """Write ``folder/step-NNNNNN`` and remove all but the ``num_kept`` newest.
 
     Raises:
         CheckpointError: with bytes needed and free; earlier checkpoints stay whole.
     """
     began = time.monotonic()
-    final = folder / f"step-{position.step:06d}"
-    draft = folder / f".{final.name}.{os.getpid()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(draft, ignore_errors=True)
-    states = {"optimizer": optimizer.state_dict(), "random": _random_state(), "carry": carry}
+    final = folder / name_of(taken.position.step)
     try:
-        draft.mkdir()
-        save_adapter(model, draft / ADAPTER)
-        torch.save(states, draft / STATES)
-        files = {str(path.relative_to(draft)): path.stat().st_size for path in _files(draft)}
-        (draft / RUN).write_text(json.dumps({"files": files, **asdict(position)}, indent=1), encoding="utf-8")
-        for path in _files(draft):
-            _to_disk(path)
-        if final.exists():  # a step done again after a resume
-            shutil.rmtree(final)
-        os.replace(draft, final)
-        _to_disk(folder)
-    except torch.OutOfMemoryError:  # whoever called may try again
-        raise
-    except (OSError, RuntimeError, CheckpointError) as error:  # torch.save raises RuntimeError on a full disk
+        with whole(final) as draft:
+            taken.adapter.write(draft, ADAPTER)
+            draft.write_tensors(STATES, taken.tensors)
+            draft.write(TREE, json.dumps(taken.tree).encode())
+            num_bytes = sum(stamp.size for stamp in draft.stamps.values())
+            draft.write(RUN, manifest.render(asdict(taken.position), draft.stamps))
+        for old in _by_step(folder)[num_kept:]:
+            shutil.rmtree(old)
+    except OSError as error:
         raise CheckpointError(
-            f"{final}: not saved: {error}. It takes about {format_bytes(_num_bytes(model, states))}, "
+            f"{final}: not saved: {error.strerror or error}. It takes about {format_bytes(taken.num_bytes)}, "
             f"{format_bytes(free_disk_bytes(folder))} are free there. Earlier checkpoints are whole."
         ) from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    for old in _by_step(folder)[keep:]:
-        shutil.rmtree(old)
-    num_bytes = sum(files.values())
-    return CheckpointSaved(position.step, str(final), num_bytes, time.monotonic() - began)
+    return CheckpointSaved(taken.position.step, str(final), num_bytes, time.monotonic() - began)
+
+
+def name_of(step: int) -> str:
+    """Of a checkpoint's folder."""
+    return f"step-{step:06d}"
 
 
 def newest_checkpoint(folder: Path, tell: Tell) -> tuple[Path, Position] | None:
-    """The newest whole checkpoint in ``folder``; newer ones that are not whole are told and passed over."""
+    """The newest whole checkpoint in ``folder``, None if there is none at all; others are told and passed over.
+
+    Raises:
+        CheckpointError: there are some, and none is whole.
+    """
+    reasons = []
     for path in _by_step(folder):
         try:
             return path, _read(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            tell(Notice(f"{path} is not whole and is passed over: {error}"))
+        except CheckpointError as error:
+            reasons.append(f"{path} is not whole and is passed over: {error}")
+            tell(Notice(reasons[-1]))
+    if reasons:
+        raise CheckpointError(
+            f"{folder}: none of {len(reasons)} checkpoints can be used; {reasons[0]}. Put one back from a copy, or "
+            "begin anew in another train.folder."
+        )
     return None
 
 
@@ -132,25 +188,31 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[st
     """
     load_adapter_state(model, path / ADAPTER)
     try:
-        states = torch.load(path / STATES, map_location="cpu", weights_only=True)
+        states = trees.restore(read_json(path / TREE), read_tensors(path / STATES))
         load_states(optimizer, states["optimizer"])
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path / STATES}: cannot be put into this optimizer: {str(error).splitlines()[0]}"
         ) from None
     torch.set_rng_state(states["random"]["cpu"])
     if torch.cuda.is_available() and states["random"]["cuda"]:
         torch.cuda.set_rng_state_all(states["random"]["cuda"])
-    return states.get("carry")
+    carry: dict[str, Any] | None = states["carry"]
+    return carry
 
 
 def _read(path: Path) -> Position:
-    run = json.loads((path / RUN).read_text(encoding="utf-8"))
-    for name, size in run.pop("files").items():
-        found = (path / name).stat().st_size
-        if found != size:
-            raise ValueError(f"{name} has {found:,} bytes of {size:,}")
-    return Position(**run)
+    try:
+        content, stamps = manifest.read(path / RUN)
+    except FileNotFoundError:
+        raise CheckpointError(f"it has no {RUN}, which is written last") from None
+    manifest.check(path, stamps)
+    if PICKLED_STATES in stamps:
+        raise CheckpointError(f"its {PICKLED_STATES} is pickled; the version of Narrowboat that wrote it can read it")
+    try:
+        return Position(**content)
+    except TypeError:
+        raise CheckpointError(f"its {RUN} is of another version of Narrowboat, which can go on with it") from None
 
 
 def _by_step(folder: Path) -> list[Path]:
@@ -161,26 +223,10 @@ def _by_step(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    yield from sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _to_disk(path: Path) -> None:
-    """Have the operating system write ``path`` out, so that a power cut after the rename loses nothing."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)
 
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def _num_bytes(model: torch.nn.Module, states: dict[str, Any]) -> int:
-    tensors: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
-    for state in states["optimizer"]["state"].values():
-        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)

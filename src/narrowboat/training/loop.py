@@ -9,20 +9,21 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.store import Rows
 from narrowboat.data.trains import TrainSchedule
 from narrowboat.engine.engine import Engine, Outcome
-from narrowboat.errors import Interrupted, ModelError
-from narrowboat.events import CheckpointSaved, Evaluated, StepDone, Tell
+from narrowboat.errors import CheckpointError, Interrupted, ModelError
+from narrowboat.events import Evaluated, StepDone, Tell
 from narrowboat.model.adapters import idle_adapters
+from narrowboat.model.anatomy import Anatomy
 from narrowboat.optimizers.schedule import learning_rate
 from narrowboat.options.schema import Options
-from narrowboat.training.checkpoint import Position, save_checkpoint
+from narrowboat.training.checkpoint import Position, snapshot
 from narrowboat.training.recovery import Recovery
-from narrowboat.training.signals import StopRequest
+from narrowboat.training.saver import Saver
+from narrowboat.training.signals import GivenUp, StopRequest
 from narrowboat.training.skipping import after_bad_step
 
 EVALUATED_ROWS = 64
@@ -40,44 +41,123 @@ class Course:
 
 
 def run(
-    recovery: Recovery, course: Course, options: Options, position: Position, folder: Path, tell: Tell
-) -> tuple[Position, float | None]:
-    """Go from ``position`` to the last step; the position then, and the last held-out loss.
+    recovery: Recovery,
+    course: Course,
+    options: Options,
+    position: Position,
+    saver: Saver,
+    stop: StopRequest,
+    tell: Tell,
+) -> Position:
+    """Go from ``position`` to the last step; the position then.
 
     Args:
         recovery: with an engine that is entered and has an optimizer, and a gauge that is entered.
         course: the data.
         options: the run's.
         position: where to begin; all zero for a new run.
-        folder: for the checkpoints.
+        saver: takes the checkpoints; all are on disk, or have failed, at the end.
+        stop: entered.
         tell: hears what happens.
 
     Raises:
-        Interrupted: after a signal, when the step in progress is saved.
+        Interrupted: the run was asked to stop, and is saved.
+        CheckpointError: it was asked to stop, and cannot be saved.
         ModelError: when an adapter did not move in the first step, or too many steps in a row were skipped.
         OutOfMemory: under the thriftiest plan.
     """
-    train, engine = options.train, recovery.engine
+    engine = recovery.engine
     if engine.scale is not None and position.scale:
         engine.scale.value, engine.scale.num_good = position.scale["value"], int(position.scale["num_good"])
-    last_loss: float | None = None
-    with StopRequest() as stop:
-        if position.step == 0:
-            last_loss = _evaluate(recovery, course, position.step, tell)
-            position = replace(position, first_heldout_loss=last_loss)
-        while position.step < course.num_steps and not stop.received:
-            num_done = position.step
-            position = _step(recovery, course, options, position, tell)
-            if position.step == num_done:
-                continue
-            step, is_last = position.step, position.step == course.num_steps
-            if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
-                last_loss = _evaluate(recovery, course, step, tell)
-            if is_last or (train.save_every and step % train.save_every == 0):
-                _save(recovery, position, folder, options, tell)
-        if position.step < course.num_steps:
-            raise Interrupted(stop.received, _save(recovery, position, folder, options, tell).folder)
-    return position, last_loss
+    leg = _Leg(recovery, course, options, saver, stop, tell, position)
+    layers = [layer.module for layer in Anatomy.of(engine.model).layers]
+    with stop.patiently(), stop.checked_in(layers):
+        try:
+            leg.run()
+        except Exception:
+            saver.settle()
+            raise
+    return leg.position
+
+
+@dataclass
+class _Leg:
+    """The steps of one sitting; ``position`` is how far it has come."""
+
+    recovery: Recovery
+    course: Course
+    options: Options
+    saver: Saver
+    stop: StopRequest
+    tell: Tell
+    position: Position
+
+    def __post_init__(self) -> None:
+        self._begun_at = self.position.step
+
+    def run(self) -> None:
+        """Measure, save, step, until there is nothing left to do or the run was asked to stop."""
+        try:
+            while True:
+                if self._is_unmeasured:
+                    self._measure()
+                self._save_if_due()
+                if self.position.step >= self.course.num_steps or self.stop.is_asked:
+                    break
+                self._step()
+        except GivenUp:
+            pass
+        if self.position.step >= self.course.num_steps and not self._is_unmeasured:
+            self.saver.settle()
+            return
+        self._save(at_once=True)
+        saved = self.saver.newest()
+        if saved is None:
+            raise CheckpointError(f"Stopped, and not saved: {self.saver.failures[-1]}")
+        raise Interrupted(self.stop.received, str(saved))
+
+    def _step(self) -> None:
+        """The next step; one that changed nothing is none, and the next is tried."""
+        before = self.position.step
+        while self.position.step == before and not self.stop.is_asked:
+            self.position = _step(self.recovery, self.course, self.options, self.position, self.tell)
+            self.saver.look()
+
+    @property
+    def _is_unmeasured(self) -> bool:
+        every, step = self.options.train.evaluate_every, self.position.step
+        is_due = step in (0, self.course.num_steps) or bool(every and step % every == 0)
+        return is_due and self.position.evaluated_step != step
+
+    def _measure(self) -> None:
+        step, best = self.position.step, self.position.best_heldout_loss
+        with self.stop.losing_nothing():
+            loss = _evaluate(self.recovery, self.course, step, self.tell)
+        self.position = replace(self.position, evaluated_step=step, last_heldout_loss=loss)
+        if step == 0:
+            self.position = replace(self.position, first_heldout_loss=loss)
+        elif loss is not None and (best is None or loss < best):
+            self.position = replace(self.position, best_heldout_loss=loss, best_step=step)
+            if self.options.train.keep_best:
+                self.saver.keep_best(self.recovery.engine, step, loss)
+
+    def _save_if_due(self) -> None:
+        every, step = self.options.train.save_every, self.position.step
+        is_last = step == self.course.num_steps
+        is_due = step > self._begun_at and (is_last or bool(every and step % every == 0))
+        if is_due or self.stop.wants_save:
+            self.stop.wants_save = False
+            self._save(at_once=is_last)
+
+    def _save(self, at_once: bool) -> None:
+        engine, scale, position = self.recovery.engine, self.recovery.engine.scale, self.position
+        assert engine.optimizer is not None
+        self.recovery.gauge.begin("saving")
+        if scale is not None:
+            position = replace(position, scale={"value": scale.value, "num_good": scale.num_good})
+        carry = None if engine.carrying is None else engine.carrying.state_dict()
+        take = partial(snapshot, position, engine.model, engine.optimizer, carry)
+        self.saver.save(partial(self.recovery.run, take, [], position.step), position, at_once)
 
 
 def _step(recovery: Recovery, course: Course, options: Options, position: Position, tell: Tell) -> Position:
@@ -142,19 +222,6 @@ def _evaluate(recovery: Recovery, course: Course, step: int, tell: Tell) -> floa
         return None
     tell(Evaluated(step, total / num_supervised, num_supervised, time.monotonic() - began))
     return total / num_supervised
-
-
-def _save(recovery: Recovery, position: Position, folder: Path, options: Options, tell: Tell) -> CheckpointSaved:
-    engine = recovery.engine
-    assert engine.optimizer is not None
-    recovery.gauge.begin("saving")
-    if engine.scale is not None:
-        position = replace(position, scale={"value": engine.scale.value, "num_good": engine.scale.num_good})
-    carry, keep = None if engine.carrying is None else engine.carrying.state_dict(), options.train.keep_checkpoints
-    save = partial(save_checkpoint, folder, position, engine.model, engine.optimizer, keep, carry)
-    saved = recovery.run(save, [], position.step)
-    tell(saved)
-    return saved
 
 
 def _step_seed(seed: int, step: int) -> int:

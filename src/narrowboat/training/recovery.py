@@ -23,6 +23,7 @@ from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, GRADIENTS, OPTIMIZER
 from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.training.governor import Governor, Memory
+from narrowboat.training.signals import GivenUp
 from narrowboat.units import format_bytes
 
 MAX_SAME = 3
@@ -70,6 +71,9 @@ class Recovery:
             try:
                 self._apply()
                 return work()
+            except GivenUp:
+                _set_random_state(random)
+                raise
             except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
                 failure = failure_of(error)
                 if failure is None:

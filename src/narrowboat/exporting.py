@@ -1,0 +1,186 @@
+"""Exporting: a run's adapter, alone or added into its base, ready for others: with tokenizer, template, card and GGUF.
+
+All of it is made in a draft beside the place where it shall be, and checked there, before it gets its name: a merged
+model by loading it back. Nothing is written anywhere else, and what was written is listed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from narrowboat.card import card
+from narrowboat.errors import CheckpointError, DataError, NarrowboatError
+from narrowboat.events import Notice, Tell
+from narrowboat.machine.drafts import Draft, whole
+from narrowboat.machine.hardware import free_disk_bytes, host_memory
+from narrowboat.model.base import hush_transformers, model_folder, weight_files
+from narrowboat.model.export import LICENCE_FILES, TOKENIZER_FILES, copy_files, merge
+from narrowboat.model.gguf_files import GgufType, convert_adapter, convert_model
+from narrowboat.model.saved import CONFIG_FILE, WEIGHTS_FILE, check_adapter, read_config
+from narrowboat.model.serving import advice, refusals
+from narrowboat.model.verify import verify
+from narrowboat.monitor.history import EVENTS_FILE, History, read_history
+from narrowboat.options.load import load_back
+from narrowboat.options.schema import ModelOptions, Options
+from narrowboat.training.folder import ADAPTER, BEST, CHECKPOINTS, OPTIONS_FILE
+from narrowboat.units import format_bytes
+
+Onto = Literal["dequantised", "original"]
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What shall be written.
+
+    Attributes:
+        merged: the base with the adapter added in, or the adapter alone.
+        base: the model, where neither run nor adapter say, or somewhere else than they say.
+        onto: for a base that was quantised in training: what the adapter learnt on, or what it was before.
+        gguf: write a GGUF file of this type as well.
+        host_bytes: of host memory that may be taken; most of what is free if None.
+        verified: whether a merged model is loaded back and compared.
+    """
+
+    merged: bool = True
+    base: str = ""
+    onto: Onto = "dequantised"
+    gguf: GgufType | None = None
+    host_bytes: int | None = None
+    verified: bool = True
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An adapter's folder and what is known of the run that made it."""
+
+    adapter: Path
+    options: Options | None
+    history: History | None
+    model: ModelOptions
+
+
+def export(folder: Path, out: Path, wish: Wish, tell: Tell) -> dict[str, Any]:
+    """Write what is wished for to ``out``, whole or not at all; what was written, as ``files``, and what was found.
+
+    Raises:
+        CheckpointError: there is no whole adapter in ``folder``, or ``out`` is taken or cannot be written.
+        ModelError: the base cannot be merged with, or converted.
+        MachineError: llama.cpp's converters cannot be had.
+    """
+    hush_transformers()
+    source = _source(folder, wish.base, tell)
+    base = model_folder(source.model.name, tell)
+    if not wish.merged and (words := advice(refusals(read_config(source.adapter)))):
+        tell(Notice(f"Not every server takes this adapter: {words}"))
+    _refuse_taken(out)
+    needed = _num_bytes_needed(source, base, wish)
+    try:
+        if (free := free_disk_bytes(out.parent)) < needed:
+            raise OSError(f"it takes {format_bytes(needed)}, {format_bytes(free)} are free there")
+        with whole(out) as draft:
+            found = _merged(source, base, draft, wish, tell) if wish.merged else _alone(source, base, draft, wish, tell)
+            draft.write(CARD, card(source.model.name, base, source.options, source.history, wish.merged).encode())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(out)[:200]}: not written: {getattr(error, 'strerror', None) or error}") from None
+    files = {str(path.relative_to(out)): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
+    return {"folder": str(out), "num_bytes": sum(files.values())} | found | {"files": files}
+
+
+def _source(folder: Path, base: str, tell: Tell) -> _Source:
+    run, adapter = _run_of(folder), folder
+    if run == folder:
+        adapter = folder / ADAPTER
+    check_adapter(adapter, tell)
+    options = load_back(run / OPTIONS_FILE, tell) if run else None
+    history = None
+    if run is not None:
+        try:
+            history = read_history(run / EVENTS_FILE)
+        except DataError as error:
+            tell(Notice(f"The card says nothing of how the run went: {error}"))
+    model = options.model if options else ModelOptions(name=base or _base_of(adapter))
+    return _Source(adapter, options, history, model.model_copy(update={"name": base or model.name}))
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run that ``folder`` is, or that it is an adapter of."""
+    place = folder.absolute()
+    for run in (place, *place.parents[:3]):
+        parts = place.relative_to(run).parts
+        if (run / OPTIONS_FILE).is_file() and (not parts or parts[0] in (ADAPTER, BEST, CHECKPOINTS)):
+            return folder if not parts else run
+    return None
+
+
+def _base_of(adapter: Path) -> str:
+    name = read_config(adapter).get("base_model_name_or_path")
+    if not name or not isinstance(name, str):
+        raise CheckpointError(f"{adapter / CONFIG_FILE} does not say which model it is for; name it with --base.")
+    return name
+
+
+def _refuse_taken(out: Path) -> None:
+    try:
+        is_taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(out)[:200]!r}: {getattr(error, 'strerror', None) or error}") from None
+    if is_taken:
+        raise CheckpointError(f"{out} holds files already; name another folder.")
+
+
+def _num_bytes_needed(source: _Source, base: Path, wish: Wish) -> int:
+    files = [base / file for file in weight_files(base)] if wish.merged else [source.adapter / WEIGHTS_FILE]
+    return sum(file.stat().st_size for file in files) * (2 if wish.gguf else 1)
+
+
+def _merged(source: _Source, base: Path, draft: Draft, wish: Wish, tell: Tell) -> dict[str, Any]:
+    quantize = "none" if wish.onto == "original" else source.model.quantize
+    model = source.model.model_copy(update={"name": str(base), "quantize": quantize})
+    done = merge(model, source.adapter, draft, tell, quantize, wish.host_bytes)
+    found: dict[str, Any] = asdict(done) | {"verified": None}
+    room = wish.host_bytes or int(0.8 * host_memory().free_bytes)
+    if wish.verified and done.base_bytes <= room:
+        verified = verify(model, source.adapter, draft.path)
+        found["verified"] = asdict(verified)
+        tell(Notice(f"Verified: {verified}."))
+    elif wish.verified:
+        tell(
+            Notice(
+                f"Not verified: a model of {format_bytes(done.base_bytes)} would have to be loaded, and "
+                f"{format_bytes(room)} may be used; a larger --host-budget would help."
+            )
+        )
+    if wish.gguf:
+        path = draft.path / f"model.{wish.gguf}.gguf"
+        convert_model(draft.path, wish.gguf, path, source.model.trust_remote_code, tell)
+        _check_gguf(path)
+    return found
+
+
+def _alone(source: _Source, base: Path, draft: Draft, wish: Wish, tell: Tell) -> dict[str, Any]:
+    for path in sorted(source.adapter.iterdir()):
+        if path.is_file() and path.suffix in (".json", ".safetensors"):
+            draft.write_blocks(path.name, _blocks(path))
+    copy_files(base, draft, TOKENIZER_FILES + LICENCE_FILES)
+    if wish.gguf:
+        path = draft.path / f"adapter.{wish.gguf}.gguf"
+        convert_adapter(base, source.adapter, wish.gguf, path, source.model.trust_remote_code, tell)
+        _check_gguf(path)
+    return {}
+
+
+def _blocks(path: Path) -> Any:
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            yield block
+
+
+def _check_gguf(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise NarrowboatError(f"{path.name}: llama.cpp's converter wrote no GGUF file")
+        os.fsync(file.fileno())
