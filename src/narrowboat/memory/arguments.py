@@ -1,8 +1,8 @@
-"""What a layer is called with: a tree of tensors and other things, bound to the names of the layer's own signature.
+"""What a layer is called with and gives back: trees of tensors, taken apart by path and put together again.
 
-Layers of transformers take their arguments by position or by name, in tuples and dictionaries. Here they are one flat
-mapping from a path, such as ``("position_embeddings", 0)``, to a tensor, so that tensors can be cut, replaced and
-watched without knowing what they mean. Costs some microseconds a call.
+Layers of transformers take their arguments by position or by name, in tuples and dictionaries. A path such as
+``("position_embeddings", 0)`` says where a tensor is, so that tensors can be cut, replaced and watched without knowing
+what they mean. Some microseconds a call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,38 +19,33 @@ import torch
 Path = tuple[Any, ...]
 """Where a tensor is: an argument's name, then indices and keys."""
 
-KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+MAPPINGS = (Mapping, UserDict)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-@lru_cache(maxsize=256)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
+def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of ``forward``, or of what it stands for."""
+    return inspect.signature(forward).parameters
 
 
 def bound(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[str, torch.Tensor, dict[str, Any]]:
-    """The first argument's name and value, which are the hidden states, and all others by name.
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The first argument, which is the hidden states, and all others by name.
 
     Args:
         forward: whose signature says what comes at which place.
         args, kwargs: as it was called.
     """
-    signature = _signature(getattr(forward, "__func__", forward))
-    is_method = hasattr(forward, "__func__")
-    given = signature.bind(*((None, *args) if is_method else args), **kwargs).arguments
-    names = [name for name in signature.parameters if name in given][is_method:]
-    arguments = {name: given[name] for name in names}
-    for name in names:
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name)
-    first = names[0]
-    return first, arguments.pop(first), arguments
+    names = [name for name, parameter in parameters_of(forward).items() if parameter.kind not in VARIADIC]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    first = next(name for name in (*names, *given) if name in given)
+    return given.pop(first), given
 
 
 def takes(forward: Callable[..., Any], name: str) -> bool:
     """Whether ``forward`` has a parameter of this name."""
-    return name in inspect.signature(inspect.unwrap(forward)).parameters
+    return name in parameters_of(forward)
 
 
 @dataclass(frozen=True)
@@ -62,13 +56,13 @@ class Slot:
 
 
 def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """All tensors in ``value``, a tree of tuples, lists and mappings."""
+    """All tensors in ``value``, a tree of tuples, lists and mappings, with their paths."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (tuple, list)):
         for i, part in enumerate(value):
             yield from tensors(part, (*path, i))
-    elif isinstance(value, (Mapping, UserDict)):
+    elif isinstance(value, MAPPINGS):
         for key in value:
             yield from tensors(value[key], (*path, key))
 
@@ -80,7 +74,7 @@ def replaced(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) ->
     if isinstance(value, (tuple, list)):
         parts = [replaced(part, change, (*path, i)) for i, part in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, (Mapping, UserDict)):
+    if isinstance(value, MAPPINGS):
         made: Any = copy.copy(value)
         for key in list(value):
             made[key] = replaced(value[key], change, (*path, key))
@@ -90,4 +84,4 @@ def replaced(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) ->
 
 def mappings(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Names of the arguments in which layers may leave tensors for one another."""
-    return (name for name, value in arguments.items() if isinstance(value, (Mapping, UserDict)))
+    return (name for name, value in arguments.items() if isinstance(value, MAPPINGS))

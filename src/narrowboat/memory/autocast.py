@@ -27,6 +27,12 @@ class AsCalled:
         return torch.autocast(self._kind, dtype=self.dtype, enabled=self.is_autocast, cache_enabled=self._caches)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which operators compute in the formats of what they are given."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+
+
 def common_format(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in autocast's format, as PyTorch's own attention takes them; without autocast as they are."""
     kind = tensors[0].device.type

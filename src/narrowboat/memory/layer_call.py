@@ -10,24 +10,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.arguments import Path, Slot, mappings, replaced, takes, tensors
+from narrowboat.memory.arguments import Path, Slot, mappings, parameters_of, replaced, takes, tensors
 from narrowboat.memory.autocast import AsCalled
-from narrowboat.memory.contract import Contract, Dims
+from narrowboat.memory.contract import Dims, LayerContract
+from narrowboat.memory.dropout import Draw
 from narrowboat.memory.layout import Layout
+from narrowboat.memory.masks import mask_for
+from narrowboat.memory.past import Link, Outputs, Past
 from narrowboat.memory.schemes import Scheme
-from narrowboat.memory.tile import HandedOver, KeysValues, Link, Outputs, Tile
-from narrowboat.memory.unread import Unread
+from narrowboat.memory.tile import HandedOver, Tile
 
-CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")
 MASK = "attention_mask"
+HIDDEN = ((0,), (0, 0))
+"""Where the hidden states are in ``(output, what was left in mappings)``."""
 
 Tensors = Sequence[torch.Tensor]
+
+
+def without_context(*_: Any) -> AbstractContextManager[None]:
+    """Nothing to enter."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a layer is called in.
+
+    Attributes:
+        layout: the micro-batch's documents; with a ``link`` it counts carried tokens, and all else begins behind them.
+        before: told ``(start, stop)`` before each tile runs (dropout has to know).
+        draws: gives what is dropped of attention's weights with some probability; None drops nothing.
+        collect: gives the layer's router logits of its last run, each ``[batch * tile, ...]``.
+        visit: a context in which the layer's weights are on the device.
+        window: tokens that its attention looks back at.
+        chunk: tokens that see each other.
+        link: to the segments before and after, where keys and values are carried.
+        scheme: of attention that is not full.
+        leaving_out: a context without the projections that nobody reads when a layer is recomputed, or rebuilt.
+    """
+
+    layout: Layout
+    before: Callable[[int, int], None] = lambda start, stop: None
+    draws: Callable[[float], Draw] | None = None
+    collect: Callable[[], tuple[torch.Tensor, ...]] = tuple
+    visit: Callable[[], AbstractContextManager[None]] = nullcontext
+    window: int | None = None
+    chunk: int | None = None
+    link: Link | None = None
+    scheme: Scheme | None = None
+    leaving_out: Callable[[str], AbstractContextManager[None]] = without_context
 
 
 class LayerCall:
@@ -41,14 +79,11 @@ class LayerCall:
         x: the hidden states.
         arguments: what the backbone passed beside them.
         contract: how the layer is to be called.
-        layout: the micro-batch's documents.
-        before: told ``(start, stop)`` before each tile runs (dropout has to know).
-        collect: gives the layer's router logits of the last run, each ``[batch * tile, ...]``.
-        visit: a context in which the layer's weights are on the device.
-        link: to the segments before and after, where keys and values are carried; ``layout`` counts the carried
-            tokens, and everything else begins behind them.
-        scheme: of attention that is not full.
-        unread: knows the projections that a second run may leave out; None leaves out nothing.
+        around: what it is called in.
+
+    Attributes:
+        inputs: the hidden states, and further tensors to which gradients flow.
+        num_written: how often it handed something to its cache in its last run.
     """
 
     def __init__(
@@ -57,34 +92,23 @@ class LayerCall:
         forward: Callable[..., Any],
         x: torch.Tensor,
         arguments: dict[str, Any],
-        contract: Contract,
-        layout: Layout,
-        before: Callable[[int, int], None],
-        collect: Callable[[], tuple[torch.Tensor, ...]] = tuple,
-        visit: Callable[[], AbstractContextManager[None]] = nullcontext,
-        link: Link | None = None,
-        scheme: Scheme | None = None,
-        unread: Unread | None = None,
+        contract: LayerContract,
+        around: Surroundings,
     ) -> None:
-        self.layer, self.layout, self.contract, self._link = layer, layout, contract, link
-        self._first, self._scheme = 0 if link is None else link.num_carried, scheme
-        self._forward, self._before, self._collect, self.visit = forward, before, collect, visit
-        self._unread, self._given = unread, arguments
-        dropped = (*CACHE_NAMES, "use_cache", *((MASK,) if contract.attention == "ours" else ()))
-        self._arguments = {name: value for name, value in arguments.items() if name not in dropped}
-        self.x = x.movedim(contract.token_dim, 1)
-        self.as_called = AsCalled(x.device)
+        self.layer, self.contract, self.layout = layer, contract, around.layout
+        self.visit = around.visit
+        self._sight = self.layout if around.chunk is None else self.layout.in_groups(around.chunk)
+        self._around, self._forward, self._given = around, forward, arguments
+        self._first = 0 if around.link is None else around.link.num_carried
+        dropped = {*CACHE_NAMES, "use_cache", *((MASK,) if contract.attention == "ours" or contract.masks else ())}
+        kept = {name: value for name, value in arguments.items() if name not in dropped}
+        self._arguments = replaced(kept, lambda _, t: t)  # as they are now: later layers may leave something in them
+        self._learning = [(path, t) for path, t in tensors(self._arguments) if t.requires_grad]
+        self._as_called = AsCalled(x.device)
+        self.num_written = 0
         self._form: Any = None
         self._paths: list[Path] = []
-
-    @cached_property
-    def _learning(self) -> list[tuple[Path, torch.Tensor]]:
-        return [(path, t) for path, t in tensors(self._arguments) if t.requires_grad]
-
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """The hidden states and all else to which gradients flow, such as a projection of the embeddings."""
-        return [self.x, *(t for _, t in self._learning)]
+        self.inputs: list[torch.Tensor] = [x.movedim(contract.token_dim, 1), *(t for _, t in self._learning)]
 
     @property
     def num_tokens(self) -> int:
@@ -94,59 +118,53 @@ class LayerCall:
     @property
     def carries(self) -> bool:
         """Whether keys and values come from earlier segments and go on to later ones."""
-        return self._link is not None
+        return self._around.link is not None
+
+    def past(self, for_backward: bool = False) -> Past:
+        """For the row that this call is about; nothing is there yet but what is carried."""
+        return Past(self.layout.num_tokens, self._around.link, for_backward)
 
     def whole(self, inputs: Tensors) -> list[torch.Tensor]:
         """Run whole rows: the new hidden states, and whatever else the layer gives back."""
-        keys_values = None if self._link is None else self.keys_values()
-        return self._run(inputs, Tile(self.layout, self._first, self.layout.num_tokens, keys_values))
+        return self._run(inputs, self._row())
 
-    def keys_values(self) -> KeysValues:
-        """For the row that this call is about; nothing is there yet but what is carried."""
-        return KeysValues(self.layout.num_tokens, self._link)
+    def tile(self, inputs: Tensors, start: int, past: Past, outputs: Outputs | None = None) -> list[torch.Tensor]:
+        """Run the tile ``[batch, tile, ...]`` behind earlier ones."""
+        return self._run(inputs, self._tile(inputs, start, past, outputs))
 
-    def tile(
-        self, inputs: Tensors, start: int, keys_values: KeysValues, outputs: Outputs | None = None, again: bool = False
-    ) -> list[torch.Tensor]:
-        """Run ``[batch, tile, ...]`` against the keys and values of earlier tiles."""
-        start += self._first
-        tile = Tile(self.layout, start, start + inputs[0].shape[1], keys_values, outputs=outputs, again=again)
-        return self._run(inputs, tile)
-
-    def cut(self, start: int, stop: int) -> list[torch.Tensor]:
-        """The further inputs of the tokens ``start`` to ``stop``, as the layer has them."""
-        tile = Tile(self.layout, start + self._first, stop + self._first, None)
-        return [self._cut(path, t, tile) for path, t in self._learning]
-
-    def gradients(self, inputs: Tensors, run: Callable[[Tensors], Tensors], seeds: Sequence[Any]) -> list[Any]:
-        """Run once more with a graph: gradients of ``inputs`` and of the layer's trainable parameters.
-
-        Args:
-            inputs: those that want a gradient require it.
-            run: gives the outputs.
-            seeds: the outputs' gradients; None where there is none.
-        """
-        with torch.enable_grad(), self.as_called(), self._leaving_out("recomputed"):
-            out = run(inputs)
-        pairs = [(o, s) for o, s in zip(out, seeds, strict=True) if s is not None and o.requires_grad]
-        parameters = [p for p in self.layer.parameters() if p.requires_grad]
-        wanted = [t for t in inputs if t.requires_grad] + parameters
-        if not pairs:
-            return [None] * (len(inputs) + len(parameters))
-        grads = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
-        found = iter(grads)
-        return [*(next(found) if t.requires_grad else None for t in inputs), *found]
-
-    def rebuild(self, inputs: Tensors, start: int, keys_values: KeysValues) -> None:
-        """Run a tile just far enough to leave its keys and values."""
-        start += self._first
-        tile = Tile(self.layout, start, start + inputs[0].shape[1], keys_values, stop_at_keys=True)
-        with torch.no_grad(), self.as_called(), self._leaving_out("rebuilt"):
+    def rebuild(self, inputs: Tensors, start: int, past: Past) -> None:
+        """Run a tile just far enough to leave its keys, values and states."""
+        tile = self._tile(inputs, start, past, num_writes=self.contract.num_writes)
+        with torch.no_grad(), self._as_called(), self._leaving_out("rebuilt"):
             try:
                 self._run(inputs, tile)
             except HandedOver:
                 return
-        raise AnatomyError(f"{type(self.layer).__name__} never hands over keys and values; use the plan recompute.")
+        raise AnatomyError(f"{type(self.layer).__name__} handed less to its cache than before; use the plan recompute.")
+
+    def whole_backward(self, inputs: Tensors, seeds: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Recompute whole rows: gradients of ``inputs`` and of the layer's trainable parameters."""
+        return self._backward(inputs, self._row(), seeds)
+
+    def tile_backward(
+        self, inputs: Tensors, start: int, past: Past, outputs: Outputs | None, seeds: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Recompute a tile: gradients of ``inputs`` and of the layer's trainable parameters.
+
+        ``seeds`` are the outputs' gradients, None where there is none; those of what earlier tiles left are gathered in
+        ``past``.
+        """
+        return self._backward(inputs, self._tile(inputs, start, past, outputs, again=True), seeds)
+
+    def cut(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The further inputs of the tokens ``start`` to ``stop``, as views."""
+        tile = Tile(self.layout, start + self._first, stop + self._first)
+        return [self._cut(path, t, tile) for path, t in self._learning]
+
+    def cut_like(self, tensors: Tensors, start: int, stop: int) -> list[torch.Tensor]:
+        """The same of tensors shaped like the further inputs."""
+        tile = Tile(self.layout, start + self._first, stop + self._first)
+        return [self._cut(path, t, tile) for (path, _), t in zip(self._learning, tensors, strict=True)]
 
     def returned(self, outputs: Tensors) -> tuple[Any, list[torch.Tensor]]:
         """What the backbone expects of the layer, and its router logits ``[batch * tokens, ...]``."""
@@ -157,60 +175,114 @@ class LayerCall:
                 self._given[name][key] = value
         return out, [t.flatten(0, 1) for t in outputs[len(own) :]]
 
+    def _row(self) -> Tile:
+        """All tokens."""
+        around, past = self._around, self.past() if self.carries else None
+        return Tile(self._sight, self._first, self.layout.num_tokens, past, scheme=around.scheme, draws=around.draws)
+
+    def _tile(
+        self,
+        inputs: Tensors,
+        start: int,
+        past: Past,
+        outputs: Outputs | None = None,
+        again: bool = False,
+        num_writes: int = 0,
+    ) -> Tile:
+        start, around, joins = start + self._first, self._around, self.contract.tiles == "joined"
+        stop = start + inputs[0].shape[1]
+        return Tile(
+            self._sight, start, stop, past, outputs, again, joins, num_writes, around.scheme, around.draws
+        )  # fmt: skip
+
+    def _backward(self, inputs: Tensors, tile: Tile, seeds: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        with torch.enable_grad(), self._as_called(), self._leaving_out("recomputed"):
+            outputs = self._run(inputs, tile)
+        pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if s is not None and o.requires_grad]
+        pairs += [(t, seed) for t, gathered in tile.ends.handed if (seed := gathered()) is not None]
+        learning = [t for t in inputs if t.requires_grad]
+        parameters = [p for p in self.layer.parameters() if p.requires_grad]
+        earlier = [leaf for leaf, _ in tile.ends.earlier]
+        wanted = [*learning, *parameters, *earlier]
+        if not pairs or not wanted:
+            return [None] * (len(inputs) + len(parameters))
+        found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
+        of_earlier = found[len(found) - len(earlier) :]
+        for (_, take), gradient in zip(tile.ends.earlier, of_earlier, strict=True):
+            take(gradient)
+        of_inputs = iter(found)
+        return [
+            *(next(of_inputs) if t.requires_grad else None for t in inputs),
+            *found[len(learning) : len(learning) + len(parameters)],
+        ]
+
     def _leaving_out(self, how: str) -> AbstractContextManager[None]:
-        """Without the projections that nobody reads."""
-        if self._unread is None or self.as_called.is_autocast:
-            return nullcontext()
-        return self._unread.left_out(how)
+        return nullcontext() if self._as_called.is_autocast else self._around.leaving_out(how)
 
     def _run(self, inputs: Tensors, tile: Tile) -> list[torch.Tensor]:
-        self._before(tile.start - self._first, tile.stop - self._first)
-        tile.scheme, tile.joins = self._scheme, self.contract.tiles == "joined"
-        given = {path: t for (path, _), t in zip(self._learning, inputs[1:], strict=True)}
-        arguments = replaced(self._arguments, lambda path, t: given.get(path, None) if path in given else self._cut(path, t, tile))
+        self._around.before(tile.start - self._first, tile.stop - self._first)
+        hidden = inputs[0].movedim(1, self.contract.token_dim)
+        arguments = self._arguments_for(tile, inputs[1:])
         known = {name: {key: id(value) for key, value in arguments[name].items()} for name in mappings(arguments)}
-        if tile.keys_values is not None:
-            arguments[cache_name(self.layer, self._forward)] = tile
-            if takes(self._forward, "use_cache"):
-                arguments["use_cache"] = True
-        if self.contract.attention == "ours":
-            arguments[MASK] = tile
-        out = self._forward(inputs[0].movedim(1, self.contract.token_dim), **arguments)
+        arguments |= self._cache_for(tile) | self._mask_for(tile, hidden)
+        out = self._forward(hidden, **arguments)
+        self.num_written = tile.num_written
         left = {
             name: {key: value for key, value in arguments[name].items() if known[name].get(key) != id(value)}
             for name in known
         }
-        return self._taken_apart((out, left), num_rows=inputs[0].shape[0], is_tile=self._is_part(tile))
+        return self._taken_apart((out, left), num_rows=inputs[0].shape[0], is_part=not self._is_row(tile))
 
-    def _taken_apart(self, value: Any, num_rows: int, is_tile: bool) -> list[torch.Tensor]:
+    def _arguments_for(self, tile: Tile, learning: Tensors) -> dict[str, Any]:
+        given = {path: t for (path, _), t in zip(self._learning, learning, strict=True)}
+
+        def change(path: Path, t: torch.Tensor) -> torch.Tensor:
+            return given[path] if path in given else self._cut(path, t, tile)
+
+        arguments: dict[str, Any] = replaced(self._arguments, change)
+        return arguments
+
+    def _cache_for(self, tile: Tile) -> dict[str, Any]:
+        if tile.past is None:
+            return {}
+        given = [name for name in CACHE_NAMES if name in self._given]
+        name = given[0] if given else cache_name(self.layer, self._forward)
+        return {name: tile} | ({"use_cache": True} if takes(self._forward, "use_cache") else {})
+
+    def _mask_for(self, tile: Tile, hidden: torch.Tensor) -> dict[str, Any]:
+        if self.contract.attention == "ours":
+            return {MASK: tile}
+        if not self.contract.masks:
+            return {}
+        return {MASK: mask_for(tile, self.contract.masks, hidden, self._around.window)}
+
+    def _taken_apart(self, value: Any, num_rows: int, is_part: bool) -> list[torch.Tensor]:
         """The tensors of what a run gave, hidden states first; in what form it gave them is remembered."""
         found: list[torch.Tensor] = []
         self._paths = []
 
         def take(path: Path, t: torch.Tensor) -> Slot | None:
-            if is_tile and found and len(self._dims(path, t)) != 1:
+            if is_part and found and len(self._dims(path)) != 1:
                 return None  # such as attention's weights, which the backbone has no use for
             self._paths.append(path)
             found.append(self._moved(path, t))
             return Slot(len(found) - 1)
 
         self._form = replaced(value, take)
-        return [*found, *(t.unflatten(0, (num_rows, -1)) for t in self._collect())]
+        return [*found, *(t.unflatten(0, (num_rows, -1)) for t in self._around.collect())]
 
-    def _is_part(self, tile: Tile) -> bool:
-        return (tile.start, tile.stop) != (self._first, self.layout.num_tokens)
+    def _is_row(self, tile: Tile) -> bool:
+        return (tile.start, tile.stop) == (self._first, self.layout.num_tokens)
 
     def _moved(self, path: Path, t: torch.Tensor, back: bool = False) -> torch.Tensor:
         """An output with its tokens in dimension 1, or back where the layer has them."""
-        dims = self._dims(path, t)
+        dims = self._dims(path)
         if len(dims) != 1 or dims[0] == 1:
             return t
         return t.movedim(1, dims[0]) if back else t.movedim(dims[0], 1)
 
-    def _dims(self, path: Path, t: torch.Tensor) -> Dims:
-        if path in ((0,), (0, 0)):
-            return (self.contract.token_dim,)
-        return self.contract.further.get(path, ())
+    def _dims(self, path: Path) -> Dims:
+        return (self.contract.token_dim,) if path in HIDDEN else self.contract.further.get(path, ())
 
     def _cut(self, path: Path, value: torch.Tensor, tile: Tile) -> torch.Tensor:
         """What an argument's tensor is for a tile: its queries, and all keys up to its end."""

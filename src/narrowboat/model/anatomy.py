@@ -25,7 +25,12 @@ TILEABLE = {"full_attention", "sliding_attention", "attention", "hybrid", None}
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer. ``window`` is how many tokens it looks back at, itself included; None is all of them."""
+    """One decoder layer.
+
+    Attributes:
+        window: how many tokens one looks back at, itself included; None is all of them.
+        chunk: tokens see each other in chunks of so many; None is all of them.
+    """
 
     index: int
     name: str
@@ -34,6 +39,7 @@ class DecoderLayer:
     mlp: nn.Module | None
     kind: str
     window: int | None
+    chunk: int | None
     obstacle: str | None
 
     @property
@@ -49,21 +55,26 @@ class Anatomy:
     Attributes:
         causal: what gives logits.
         backbone: the innermost part that owns the embedding and the layers.
-        body: what ``causal`` asks for the last hidden states: the backbone, or a part of several around it.
+        bodies: parts around the backbone and inside of what owns the head, and the backbone itself: one of them is what
+            the head's owner asks for the last hidden states.
+        rotary: modules outside of the layers that hold inverse frequencies; none where positions are learnt.
         towers: names of the parts for pictures and sound, which text does not go through.
     """
 
     causal: nn.Module
-    body: nn.Module
+    bodies: tuple[nn.Module, ...]
     backbone: nn.Module
     backbone_name: str
     embedding: nn.Module
     layers: tuple[DecoderLayer, ...]
     towers: tuple[str, ...]
+    rotary: tuple[nn.Module, ...]
     head: nn.Module
     tied: bool
     vocab_size: int
     hidden_size: int
+    num_kv_heads: int
+    head_dim: int
     max_positions: int | None
 
     @classmethod
@@ -79,19 +90,25 @@ class Anatomy:
         backbone_name, list_name, layer_list = _backbone(causal, embedding, config)
         backbone = causal.get_submodule(backbone_name)
         prefix = f"{backbone_name}.{list_name}".lstrip(".")
+        layers = tuple(_layer(i, f"{prefix}.{i}", module, config) for i, module in enumerate(layer_list))
+        attention = next((layer.attention for layer in layers if layer.attention is not None), None)
+        num_heads = stated(config, "num_attention_heads") or 1
         weight = bare(embedding).weight  # [vocabulary, hidden]
         return cls(
             causal=causal,
-            body=causal.get_submodule(backbone_name.partition(".")[0]),
+            bodies=tuple(_bodies(causal, backbone_name, head)),
             backbone=backbone,
             backbone_name=backbone_name,
             embedding=embedding,
-            layers=tuple(_layer(i, f"{prefix}.{i}", module, config) for i, module in enumerate(layer_list)),
+            layers=layers,
             towers=tuple(_towers(causal, backbone)),
+            rotary=tuple(_rotary(backbone, layer_list)),
             head=head,
             tied=bare(head).weight is weight,
             vocab_size=weight.shape[0],
             hidden_size=weight.shape[1],
+            num_kv_heads=int(stated(config, "num_key_value_heads") or num_heads),
+            head_dim=_head_dim(attention, config, num_heads),
             max_positions=stated(config, "max_position_embeddings"),
         )
 
@@ -152,8 +169,16 @@ def stated(config: Any, name: str) -> Any:
         return None
 
 
-NUM_LAYERS = ("num_hidden_layers", "num_layers", "decoder_layers", "n_layer", "n_layers")
+NUM_LAYERS = ("num_hidden_layers", "num_layers", "decoder_layers", "n_layer", "n_layers", "num_blocks")
 """What configurations call the number of layers; where layers are made of several, the first counts those."""
+
+
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention")
+"""What they call the tokens that a layer looks back at."""
+
+
+def _first_stated(config: Any, names: tuple[str, ...]) -> Any:
+    return next((value for name in names if (value := stated(config, name)) is not None), None)
 
 
 def _backbone(causal: nn.Module, embedding: nn.Module, config: Any) -> tuple[str, str, nn.ModuleList]:
@@ -191,6 +216,31 @@ def _owner_of_both(causal: nn.Module, list_name: str, embedding: nn.Module) -> s
     return owner
 
 
+def _bodies(causal: nn.Module, backbone_name: str, head: nn.Module) -> Iterator[nn.Module]:
+    """The parts on the way from the head's owner to the backbone."""
+    owner = next(name for name, module in causal.named_modules() if module is head).rpartition(".")[0]
+    parts = backbone_name.split(".")
+    for i in range(1, len(parts) + 1):
+        name = ".".join(parts[:i])
+        if len(name) > len(owner) or not f"{owner}.".startswith(f"{name}."):
+            yield causal.get_submodule(name)
+
+
+def _rotary(backbone: nn.Module, layers: nn.ModuleList) -> Iterator[nn.Module]:
+    for child in backbone.children():
+        if child is not layers:
+            yield from (
+                m for m in child.modules() if any("inv_freq" in name for name, _ in m.named_buffers(recurse=False))
+            )
+
+
+def _head_dim(attention: nn.Module | None, config: Any, num_heads: int) -> int:
+    for owner, name in ((attention, "head_dim"), (attention, "head_size"), (config, "head_dim")):
+        if isinstance(size := stated(owner, name), int):
+            return size
+    return int(config.hidden_size) // num_heads
+
+
 def _num_weights(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
@@ -212,7 +262,8 @@ def _layer(index: int, name: str, module: nn.Module, config: Any) -> DecoderLaye
     others = [part for part in module.children() if part is not attention and not isinstance(bare(part), nn.Linear)]
     kinds = stated(config, "layer_types") or stated(config, "layers_block_type")
     given = kinds[index] if kinds and index < len(kinds) else None
-    window = stated(config, "sliding_window") if given in (None, "sliding_attention") else None
+    window = _first_stated(config, WINDOWS) if given is None or "sliding" in given else None
+    chunk = stated(config, "attention_chunk_size") if given == "chunked_attention" else None
     kind = given or ("sliding_attention" if window else "full_attention")
     return DecoderLayer(
         index=index,
@@ -222,6 +273,7 @@ def _layer(index: int, name: str, module: nn.Module, config: Any) -> DecoderLaye
         mlp=_largest([part for part in others if _convolution(part) is None]),
         kind=kind,
         window=window,
+        chunk=chunk,
         obstacle=_obstacle(module, attention, given),
     )
 
