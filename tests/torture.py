@@ -5,9 +5,10 @@ libraries, and ends itself by SIGKILL at the n-th call of the kind that it is to
 that is loaded, a step, an update, an evaluation, an event, the last adapter). It is resumed until it is done, and then
 adapter, states and every loss must be those of the run that was let alone, bit for bit.
 
-``--soak 1000`` takes so many steps, saving every tenth, and compares memory at the end with that at a tenth; ``--sizes``
-trains on 100,000 lines, a document of 3 million tokens and 10,000 small files; ``--limits`` runs out of address space
-and of disk, as somebody else, and with a clock that goes back. ``tests/test_torture.py`` is the short form.
+``--soak 1000`` takes so many steps, saving every tenth, and compares memory at the end with that at a tenth;
+``--sizes`` trains on 100,000 lines, a document of 3 million tokens and 10,000 small files; ``--limits`` runs out of
+address space and of disk, as somebody else, and with a clock that goes back. ``tests/test_torture.py`` is
+the short form.
 """
 
 from __future__ import annotations

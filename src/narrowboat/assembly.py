@@ -181,7 +181,7 @@ def _engine(setting: Setting, wanted: Wanted, model: Any, optimizer: torch.optim
 def _does_not_load(setting: Setting, wanted: Wanted, gauge: Gauge, error: Exception) -> str:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in list(gauge.by_cause().items())[:3])
     return (
-        f"Memory ran out while {setting.options.model.name} was loaded for the plan {wanted.plan.describe()}: "
+        f"Memory ran out while {setting.options.model.name} was loaded for the plan ({wanted.plan.describe()}): "
         f"{str(error).splitlines()[0]} memory.budget is {format_bytes(wanted.budget_bytes)}. Largest parts: {parts}. "
         "A larger memory.budget or model.quantize: nf4 would help."
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowboat.errors import BudgetError
 from narrowboat.machine.profile import Margin
@@ -62,3 +64,43 @@ def test_a_budget_below_the_weights_is_refused_before_anything_runs(free: Run) -
         BudgetError, match=r"thriftiest exact plan .* peaks at .*memory.budget is 10.0 KiB. Largest parts"
     ):
         search.choose(max(LONG), Limits(10 * 1024))
+
+
+class Spike(TorchDispatchMode):
+    """Something else takes ``num_bytes`` for a moment, once, in the first of a step's micro-batches."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self._num_bytes, self._wait = num_bytes, 600
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._wait -= 1
+        if self._wait == 0:
+            torch.empty(self._num_bytes, dtype=torch.uint8)
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_spike_is_one_step_down(tmp_path: Path) -> None:
+    """Not one for each of the micro-batches that follow in the step."""
+    size: dict[str, Any] = {"lengths": (40,) * 6, "batch_tokens": 240, "num_steps": 2}
+    rungs = tuple(rung.model_copy(update={"micro_batch_tokens": 40}) for rung in RUNGS)
+    calm = Run(tmp_path / "calm", **size, rungs=rungs)
+    calm.go()
+    assert calm.gauge is not None
+    assert [step.num_micro_batches for step in calm.steps] == [6, 6]
+    budget = 3 * calm.gauge.highest_bytes
+    run = Run(tmp_path / "spike", **size, rungs=rungs, budget_bytes=budget)
+    run.modes = [Spike(int(0.9 * budget))]
+    run.go()
+    assert [(change.step, change.new) for change in run.changes] == [(1, "recompute layers, up to 40 tokens together")]
+    assert run.losses == pytest.approx(calm.losses, rel=1e-5)
+
+
+def test_evaluation_holds_no_more_than_training(tmp_path: Path) -> None:
+    """Where the vocabulary is what takes the room, and rows are as long."""
+    size: dict[str, Any] = {"lengths": (200,) * 4, "batch_tokens": 200, "num_steps": 2, "evaluate_every": 1}
+    for rung in RUNGS:
+        run = Run(tmp_path / rung.layers, **size, rungs=(rung,), vocab_size=5000)
+        run.go()
+        assert run.gauge is not None
+        assert run.gauge.by_phase["evaluation"] <= run.gauge.by_phase["step"], rung

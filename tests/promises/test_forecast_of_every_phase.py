@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import search_in
 from narrowboat.data.examples import Row
+from narrowboat.evaluation.answers import write_on
 from narrowboat.model.saved import save_adapter
 from narrowboat.options.load import load
 from narrowboat.plan import MemoryPlan
@@ -64,6 +66,25 @@ def readings(setting: Setting, plan: MemoryPlan, folder: Path) -> dict[str, int]
         ready.gauge.begin("saving")
         save_adapter(ready.model, folder)
     return ready.gauge.by_phase
+
+
+@pytest.mark.parametrize("plan", [RECOMPUTE, TILES, AWAY, TILES | {"inputs": "host", "weights": "host"}], ids=str)
+def test_so_is_what_an_evaluation_takes(plan: dict[str, Any], folder: Path) -> None:
+    """Without an optimizer, but with answers."""
+    flags = {"model.name": str(folder), "model.dtype": "float32", "model.device": "cpu", "lora.rank": 4}
+    setting = Setting.of(load(None, flags), lambda event: None)
+    memory_plan = MemoryPlan(**plan, micro_batch_tokens=NUM_TOKENS)
+    search = search_in(setting, trains=False)
+    found = search.in_every_phase(search.forecast(memory_plan, NUM_TOKENS))
+    ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], NUM_TOKENS, dtype=np.int32)
+    row = Row(ids, ids, (NUM_TOKENS,))
+    with assembled(setting, Wanted(memory_plan, 2**40, trains=False)) as ready:
+        ready.gauge.begin("evaluation")
+        ready.engine.evaluate([row])
+        ready.gauge.begin("answers")
+        write_on(ready.engine, replace(row, input_ids=ids[:-4]), 4, set())
+    read = {phase: peak for phase, peak in ready.gauge.by_phase.items() if phase != "leaving"}
+    assert found.phases == pytest.approx(read, rel=0.02)
 
 
 @pytest.mark.parametrize(("plan", "given"), CASES, ids=str)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from narrowboat.errors import OutOfMemory
 from narrowboat.events import CheckpointSaved, Evaluated, Notice
+from narrowboat.machine.precision import parts_of
 from narrowboat.owner.owner import Owner
 from narrowboat.plan import MemoryPlan
 from narrowboat.training.checkpoint import newest_checkpoint
@@ -57,9 +58,13 @@ def test_200_errors_at_random_places_lose_nothing(tmp_path: Path) -> None:
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "schedule_free", "adalomo"])
+@pytest.mark.parametrize("optimizer", ["adamw", "schedule_free", "adalomo", "adamw8bit", "adamw4bit", "adamw_fp8"])
 def test_an_update_that_fails_half_way_is_taken_back(optimizer: str, tmp_path: Path) -> None:
-    """To the bit, for the plan is the same."""
+    """To the bit, for the plan is the same. Adapters are large enough that quantised states are quantised."""
+    is_quantised = optimizer in ("adamw8bit", "adamw4bit", "adamw_fp8")
+    size: dict[str, Any] = {"rungs": ONE, "num_steps": 3, "optimizer": optimizer}
+    if is_quantised:
+        size |= {"hidden_size": 64, "rank": 64, "targets": ("q_proj",), "num_layers": 1, "lengths": (12, 20)}
 
     class Once(TorchDispatchMode):
         """Fails at the ``place``-th operator counted from the first in-place change of a weight."""
@@ -75,13 +80,19 @@ def test_an_update_that_fails_half_way_is_taken_back(optimizer: str, tmp_path: P
             return func(*args, **(kwargs or {}))
 
     counter = Once(-1)
-    truth = Run(tmp_path / "truth", rungs=ONE, num_steps=3, optimizer=optimizer, modes=[counter])
+    truth = Run(tmp_path / "truth", **size, modes=[counter])
     truth.go()
+    if is_quantised:
+        assert truth.optimizer_states
+        assert all(is_traceable_wrapper_subclass(state["exp_avg"]) for state in truth.optimizer_states)
     num_operators = -1 - counter.place
     for place in random.Random(1).sample(range(num_operators // 4, num_operators), 4):
-        tried = Run(tmp_path / f"{place}", rungs=ONE, num_steps=3, optimizer=optimizer, modes=[Once(place)])
+        tried = Run(tmp_path / f"{place}", **size, modes=[Once(place)])
         tried.go()
         assert tried.losses == truth.losses, place
+        for mine, own in zip(tried.optimizer_states, truth.optimizer_states, strict=True):
+            for part, its in zip(parts_of(mine["exp_avg"]), parts_of(own["exp_avg"]), strict=True):
+                assert torch.equal(part, its), place
 
 
 def test_every_retry_is_one_event_and_a_change_of_plan_names_both(tmp_path: Path) -> None:

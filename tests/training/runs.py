@@ -61,8 +61,10 @@ class Run:
     num_steps: int = 5
     num_layers: int = 2
     hidden_size: int = 16
+    vocab_size: int = 64
     batch_tokens: int = 64
     optimizer: Any = "adamw"
+    rank: int = 2
     targets: tuple[str, ...] = ("all-linear",)
     save_every: int = 0
     evaluate_every: int = 0
@@ -70,12 +72,13 @@ class Run:
     foreseen_bytes: int = 0
     modes: Sequence[Any] = ()
     events: list[Event] = field(default_factory=list)
+    optimizer_states: list[dict[str, Any]] = field(default_factory=list)
     gauge: Gauge | None = None
 
     @property
     def config(self) -> LlamaConfig:
         return LlamaConfig(
-            vocab_size=64, hidden_size=self.hidden_size, intermediate_size=2 * self.hidden_size,
+            vocab_size=self.vocab_size, hidden_size=self.hidden_size, intermediate_size=2 * self.hidden_size,
             num_hidden_layers=self.num_layers, num_attention_heads=2, num_key_value_heads=1,
             max_position_embeddings=4096,
         )  # fmt: skip
@@ -83,7 +86,7 @@ class Run:
     @property
     def options(self) -> Options:
         return Options(
-            lora=LoraOptions(rank=2, targets=self.targets),
+            lora=LoraOptions(rank=self.rank, targets=self.targets),
             optimizer=OptimizerOptions(name=self.optimizer, lr=1e-2, warmup_steps=1),
             train=TrainOptions(save_every=self.save_every, evaluate_every=self.evaluate_every),
         )
@@ -112,7 +115,9 @@ class Run:
             position = position or Position(0, self.num_steps, 0, {}, {})
             saver = Saver(self.folder, options.train.keep_checkpoints, self.gauge, 0.9, self.events.append)
             stop = stack.enter_context(StopRequest())
-            return run(recovery, course, options, position, saver, stop, self.events.append)
+            done = run(recovery, course, options, position, saver, stop, self.events.append)
+        self.optimizer_states = [state for state in optimizer.state.values() if "exp_avg" in state]
+        return done
 
     @property
     def steps(self) -> list[StepDone]:

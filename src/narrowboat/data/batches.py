@@ -142,6 +142,7 @@ class MicroBatch:
     attention_mask: torch.Tensor | None
     lengths: tuple[tuple[int, ...], ...]  # of each row's documents, without padding
     num_supervised: int
+    learnt: torch.Tensor  # [num_supervised], flat positions before learnt labels: a device need not be asked for them
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +158,7 @@ class MicroBatch:
             labels=self.labels.to(device, non_blocking=True),
             position_ids=self.position_ids.to(device, non_blocking=True),
             attention_mask=mask,
+            learnt=self.learnt.to(device, non_blocking=True),
         )
 
 
@@ -184,4 +186,5 @@ def collate(rows: Sequence[Row], pad_id: int) -> MicroBatch:
         torch.from_numpy(mask) if is_padded and not is_packed else None,
         tuple(row.lengths for row in rows),
         sum(row.num_supervised for row in rows),
+        torch.from_numpy(np.flatnonzero(np.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED) != IGNORED)),
     )

@@ -30,9 +30,12 @@ from narrowboat.engine.undo import Undo
 from narrowboat.events import Notice, Tell
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.carry.handover import Handover
+from narrowboat.memory.contract import Contract
 from narrowboat.memory.finite import NotFinite, where_not_finite
-from narrowboat.memory.install import Installed, install
+from narrowboat.memory.install import install
+from narrowboat.memory.installed import Installed
 from narrowboat.memory.linear_loss import shift
+from narrowboat.memory.reading import Reading
 from narrowboat.memory.schemes import Scheme
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.account import account, describe
@@ -76,6 +79,7 @@ class Engine:
         scale: of the loss, for float16; None leaves it as it is.
         carrier: hands keys and values on; rows are then trains of segments, each of which goes through alone.
         scheme: of attention that is not full; not together with a carrier.
+        contract: what the model asks for, if that is known.
     """
 
     def __init__(
@@ -89,11 +93,12 @@ class Engine:
         scale: LossScale | None = None,
         carrier: Carrier | None = None,
         scheme: Scheme | None = None,
+        contract: Contract | None = None,
     ) -> None:
         self.model, self.optimizer, self.scale = model, optimizer, scale
         self._pad_id, self._tell = pad_id, tell
         trainable = [p for p in model.parameters() if p.requires_grad]
-        self._installed: Installed = install(model, plan, tell)
+        self._installed: Installed = install(model, plan, tell, contract)
         self.owner = self._installed.owner
         self.device = self.owner.device
         self._installed.scheme = scheme
@@ -205,6 +210,26 @@ class Engine:
         learnt = targets != IGNORED
         return TokenLosses(torch.cat(losses).float().cpu().numpy()[learnt], row.position_ids[learnt])
 
+    @property
+    def reads_on(self) -> bool:
+        """Whether all that layers hold of a document are keys and values."""
+        return self._installed.contract.reads_on
+
+    def reading(self, num_tokens: int) -> Reading:
+        """A document of up to ``num_tokens`` tokens, of which nothing has been read yet."""
+        return Reading(len(self._installed.anatomy.layers), self.owner.inputs, num_tokens)
+
+    @torch.no_grad()
+    def read_on(self, reading: Reading, input_ids: torch.Tensor, place: int | None = None) -> torch.Tensor:
+        """Read ``[1, tokens]`` ids behind what was read, at positions from ``place`` on; logits ``[vocabulary]``."""
+        self.model.eval()
+        num_tokens, first = input_ids.shape[1], reading.offset if place is None else place
+        reading.expect(num_tokens)
+        positions = torch.arange(first, first + num_tokens, device=self.device)[None]
+        out = self.model(input_ids=input_ids.to(self.device), position_ids=positions, carry=reading)
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
     def _segment_losses(self, stretch: Stretch, handover: Handover) -> torch.Tensor:
         positions = handover.positions(self.device)
         return self._model_losses(stretch.input_ids, stretch.targets, positions, None, carry=handover)
@@ -307,6 +332,7 @@ class Engine:
             loss_weights=scaled,
             num_items_in_batch=num_items if scaled is None else self._scale_value,
             dropout_seeds=seeds,
+            learnt=batch.learnt,
         ).loss
 
     def _segment_loss(self, stretch: Stretch, handover: Handover, num_items: int, seed: int) -> torch.Tensor:

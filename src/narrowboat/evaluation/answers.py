@@ -1,12 +1,13 @@
 """Generated answers: what the model says where a held-out document has its last answer, and whether it is the same.
 
 With a carry the question goes through in segments, and the answer is written behind the last one, which sees what the
-policy kept: what was trained is what runs. Greedy; one token at a time through the model's own cache.
+policy kept: what was trained is what runs. Greedy; one token at a time, under the engine's plan (``memory.reading``).
+Where layers keep more than keys and values, the model answers by its own cache, a whole row at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from narrowboat.data.examples import IGNORED, Row, Tokens
 from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
 from narrowboat.memory.layer_call import cache_name
+from narrowboat.memory.reading import Reading
 from narrowboat.model.anatomy import unwrap
 
 
@@ -68,39 +70,50 @@ def answer(engine: Engine, question: Question, tokenizer: Any, most_tokens: int)
 @torch.no_grad()
 def write_on(engine: Engine, row: Row, most_tokens: int, ends: set[int]) -> list[int]:
     """Up to ``most_tokens`` tokens behind ``row``, the likeliest each time, without the one of ``ends``."""
-    engine.model.eval()
-    cache, logits, position = _read(engine, row)
+    if engine.reads_on:
+        reading, logits, place = _read(engine, row, most_tokens)
+        try:
+            return _write(logits, most_tokens, ends, lambda token, i: engine.read_on(reading, token, place + i))
+        finally:
+            reading.release()
+    name, cache = _cache_name(engine), DynamicCache()
+
+    def read(ids: torch.Tensor, number: int) -> torch.Tensor:
+        given = {"use_cache": True, "logits_to_keep": 1, name: cache}
+        return engine.model.eval()(input_ids=ids.to(engine.device), **given).logits[0, -1]
+
+    return _write(read(_ids(row), 0), most_tokens, ends, read)
+
+
+def _write(
+    logits: torch.Tensor, most_tokens: int, ends: set[int], read: Callable[[torch.Tensor, int], torch.Tensor]
+) -> list[int]:
+    """Tokens, each the likeliest by the logits of the one before; ``read`` takes a token and its number."""
     written: list[int] = []
-    name = _cache_name(engine)
-    while len(written) < most_tokens:
-        token = int(logits[0, -1].argmax())
-        if token in ends:
-            break
+    while len(written) < most_tokens and (token := int(logits.argmax())) not in ends:
         written.append(token)
-        ids = torch.tensor([[token]], device=engine.device)
-        places = torch.tensor([[position]], device=engine.device)
-        logits = engine.model(input_ids=ids, position_ids=places, use_cache=True, **{name: cache}).logits
-        position += 1
+        if len(written) < most_tokens:
+            logits = read(torch.tensor([[token]]), len(written) - 1)
     return written
 
 
-def _read(engine: Engine, row: Row) -> tuple[DynamicCache, torch.Tensor, int]:
-    """All that the next token sees, its logits, and its position."""
-    name = _cache_name(engine)
+def _read(engine: Engine, row: Row, num_further: int) -> tuple[Reading, torch.Tensor, int]:
+    """``row`` as it was read, with room for what follows; the logits behind it, and the position of what comes next."""
     if engine.carrying is None:
-        ids = torch.from_numpy(row.input_ids.astype(np.int64))[None].to(engine.device)
-        cache = DynamicCache()
-        out = engine.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name: cache})
-        return cache, out.logits, row.num_tokens
+        reading = engine.reading(row.num_tokens + num_further)
+        return reading, engine.read_on(reading, _ids(row)), row.num_tokens
     assert isinstance(row, Train)
     last, handover = engine.carrying.read(row, engine.model)
-    cache = DynamicCache()
-    for i, link in enumerate(handover.links):
+    reading = engine.reading(max(link.keys_values[0].shape[2] for link in handover.links) + num_further)
+    for past, link in zip(reading.links, handover.links, strict=True):
         keys, values = link.keys_values
-        cache.update(keys[:, :, :-1], values[:, :, :-1], i)  # the last token once more, for its logits
-    place = handover.positions(engine.device)[:, -1:]
-    out = engine.model(input_ids=last.input_ids[:, -1:], position_ids=place, use_cache=True, **{name: cache})
-    return cache, out.logits, int(place) + 1
+        past.take(keys[:, :, :-1], values[:, :, :-1])  # the last token once more, for its logits
+    place = int(handover.positions(engine.device)[0, -1])
+    return reading, engine.read_on(reading, last.input_ids[:, -1:], place), place + 1
+
+
+def _ids(row: Row) -> torch.Tensor:
+    return torch.from_numpy(row.input_ids.astype(np.int64))[None]
 
 
 def exact_share(answers: Sequence[Answer]) -> float:

@@ -35,7 +35,8 @@ def bound(
 
     Args:
         forward: whose signature says what comes at which place.
-        args, kwargs: as it was called.
+        args: as it was called, by place.
+        kwargs: and by name.
     """
     names = [name for name, parameter in parameters_of(forward).items() if parameter.kind not in VARIADIC]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)

@@ -89,9 +89,7 @@ class Watch:
         self.seen.calls.append(call)
         with self._attending():
             out = own_forward(*args, **kwargs)
-        left = {
-            name: {key: v for key, v in arguments[name].items() if known[name].get(key) != id(v)} for name in known
-        }
+        left = {name: {key: v for key, v in arguments[name].items() if known[name].get(key) != id(v)} for name in known}
         call.gave = {path: t.shape for path, t in tensors((out, left))}
         hidden = out[0] if isinstance(out, (tuple, list)) else out
         self._storages.append(StorageWeakRef(hidden.untyped_storage()))

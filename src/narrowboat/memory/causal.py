@@ -21,12 +21,12 @@ from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.dropout import Whereabouts
 from narrowboat.memory.layer_call import CACHE_NAMES
 from narrowboat.memory.linear_loss import Measures, linear_loss, shift
+from narrowboat.memory.reading import Reading
 from narrowboat.memory.router import Routers
 from narrowboat.memory.tail import Tail
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.owner.values import has_values
 from narrowboat.owner.weights import Weights
-
 
 NOT_FOR_BACKBONE = (*CACHE_NAMES, "use_cache", "logits_to_keep", "num_logits_to_keep", "return_dict")
 
@@ -37,7 +37,7 @@ class Given:
 
     lengths: Sequence[Sequence[int]] | None = None
     seeds: Sequence[int] | None = None
-    carry: Handover | None = None
+    carry: Handover | Reading | None = None
 
     @property
     def offset(self) -> int:
@@ -103,7 +103,8 @@ class CausalForward:
         dropout_seeds: Sequence[int] | None = None,
         fused_lm_head: bool = False,
         by_token: bool = False,
-        carry: Handover | None = None,
+        learnt: torch.Tensor | None = None,
+        carry: Handover | Reading | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the model; with labels, only as far as the loss.
@@ -111,9 +112,11 @@ class CausalForward:
         Most arguments are transformers' own. ``shift_labels`` are labels that are targets already, and by
         ``num_items_in_batch`` the summed loss is divided. Ours are ``loss_weights``, ``[batch, tokens]``, a factor for
         the loss of each target; ``lengths``, those of each row's documents; ``dropout_seeds``, a number for each row,
-        from which its dropout follows; ``by_token``, for a loss of each target, ``[batch, tokens]``; and ``carry``,
-        where the one row is a segment that sees what earlier segments of its document left. ``fused_lm_head`` is
-        TRL's: it wants each token's log-probability, entropy and whether it is the likeliest.
+        from which its dropout follows; ``learnt``, flat positions of targets that are learnt, which spares asking the
+        device for them; ``by_token``, for a loss of each target, ``[batch, tokens]``; and ``carry``,
+        where the one row is a segment that sees what earlier segments of its document left, or, without labels, what
+        has been read: then the last token's logits are given. ``fused_lm_head`` is TRL's: it wants each token's
+        log-probability, entropy and whether it is the likeliest.
         """
         inputs = {
             "input_ids": input_ids,
@@ -121,6 +124,8 @@ class CausalForward:
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
         }
+        if isinstance(carry, Reading):
+            return self._read_on(inputs, carry, kwargs)
         if self._closed or (labels is None and shift_labels is None):
             theirs = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
             with self._head_for_logits():
@@ -135,8 +140,7 @@ class CausalForward:
         measures = Measures.like(targets) if fused_lm_head else None
         at = partial(self._at_chunk, given, targets.shape[1])
         with self._weights.visit_head():
-            hidden = out[0]
-            losses = linear_loss(hidden, targets, self.tail, self.chunk_tokens, loss_weights, at, measures)
+            losses = linear_loss(out[0], targets, self.tail, self.chunk_tokens, loss_weights, at, measures, learnt)
         self._whereabouts.leave()
         auxiliary = self._routers.auxiliary_loss(out.get("router_logits"), attention_mask)
         if measures is not None:
@@ -158,6 +162,19 @@ class CausalForward:
             _refuse_moved(positions, type(self._causal).__name__)
             del found["position_ids"]
         return {name: value for name, value in found.items() if takes_all or name in known}
+
+    def _read_on(self, inputs: dict[str, Any], reading: Reading, kwargs: dict[str, Any]) -> CausalLMOutputWithPast:
+        """Logits ``[1, 1, vocabulary]`` of the last token."""
+        self.given = Given(None, [0], reading)
+        try:
+            with self.tail.left_to_the_loss():
+                out = self._backbone(**self._for_backbone(inputs | kwargs))
+        finally:
+            self.given = self.tail.latest = None
+        self._whereabouts.leave()
+        with self._weights.visit_head():
+            logits = self.tail.logits(self.tail.norm(out[0][:, -1:]))
+        return CausalLMOutputWithPast(logits=logits)
 
     @contextmanager
     def _head_for_logits(self) -> Iterator[None]:
@@ -192,7 +209,9 @@ def _fused(
 
 def _refuse_moved(positions: torch.Tensor, name: str) -> None:
     """Tokens that do not count from 0 are more than a model without position ids can be told."""
-    if has_values(positions) and not bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all()):
+    if has_values(positions) and not bool(
+        (positions == torch.arange(positions.shape[-1], device=positions.device)).all()
+    ):
         raise AnatomyError(
             f"{name} takes no position ids, so that each row has to be one document; set packing.enabled: false."
         )

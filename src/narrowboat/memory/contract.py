@@ -50,6 +50,16 @@ class LayerContract:
     further: Mapping[Path, Dims] = field(default_factory=dict)
     unread: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
+    @property
+    def holds_keys_alone(self) -> bool:
+        """Whether keys and values, handed over once, are all that a tile leaves for later ones."""
+        return self.tiles == "buffer" and self.num_writes == 1
+
+    @property
+    def is_square(self) -> bool:
+        """Whether what it holds for whole rows may grow with the square of their tokens."""
+        return bool(self.masks) or any(len(dims) > 1 for dims in self.dims.values())
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -75,6 +85,11 @@ class Contract:
     shifts: bool = True
     separates: bool = True
     refused: Mapping[LayerMode, str] = field(default_factory=dict)
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether all that layers hold of a document are keys and values, which may be kept and carried."""
+        return all(layer.holds_keys_alone for layer in self.layers.values())
 
     def of(self, layer: DecoderLayer) -> LayerContract:
         """The contract of ``layer``.

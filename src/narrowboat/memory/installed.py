@@ -147,8 +147,7 @@ class Installed:
         backbone = self.anatomy.backbone
         undo.enter_context(forward_of(backbone, partial(self._run_backbone, backbone.forward)))
         self._unread = [
-            Unread(layer.module, contract.unread)
-            for layer, contract in zip(self._layers, self._contracts, strict=True)
+            Unread(layer.module, contract.unread) for layer, contract in zip(self._layers, self._contracts, strict=True)
         ]
         for i, layer in enumerate(self._layers):
             self._unread[i].put_on(undo)

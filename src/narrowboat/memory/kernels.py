@@ -1,8 +1,8 @@
 """Attention of some queries to one stretch of keys: output and log-sum-exp forwards, three gradients backwards.
 
 Two kernels with one signature. ``Flash`` is PyTorch's own, on CPU and CUDA; it takes grouped heads as they are and
-never holds the scores. ``Blocks`` is plain PyTorch for what flash lacks (soft-capped scores, dropped weights, other dtypes,
-values of another size), a block of keys at a time: at most ``BLOCK_BYTES`` of scores.
+never holds the scores. ``Blocks`` is plain PyTorch for what flash lacks (soft-capped scores, dropped weights, other
+dtypes, values of another size), a block of keys at a time: at most ``BLOCK_BYTES`` of scores.
 
 Log-sum-exps make stretches independent: outputs of several stretches are merged by them, and backward, given the
 merged output and log-sum-exp, is exact for each stretch alone.

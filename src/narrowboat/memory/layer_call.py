@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.arguments import Path, Slot, mappings, parameters_of, replaced, takes, tensors
+from narrowboat.memory.arguments import Path, Slot, mappings, replaced, takes, tensors
 from narrowboat.memory.autocast import AsCalled
 from narrowboat.memory.contract import Dims, LayerContract
 from narrowboat.memory.dropout import Draw
@@ -25,6 +25,7 @@ from narrowboat.memory.masks import mask_for
 from narrowboat.memory.past import Link, Outputs, Past
 from narrowboat.memory.schemes import Scheme
 from narrowboat.memory.tile import HandedOver, Tile
+from narrowboat.memory.unread import Again
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")
 MASK = "attention_mask"
@@ -65,7 +66,7 @@ class Surroundings:
     chunk: int | None = None
     link: Link | None = None
     scheme: Scheme | None = None
-    leaving_out: Callable[[str], AbstractContextManager[None]] = without_context
+    leaving_out: Callable[[Again], AbstractContextManager[None]] = without_context
 
 
 class LayerCall:
@@ -216,7 +217,7 @@ class LayerCall:
             *found[len(learning) : len(learning) + len(parameters)],
         ]
 
-    def _leaving_out(self, how: str) -> AbstractContextManager[None]:
+    def _leaving_out(self, how: Again) -> AbstractContextManager[None]:
         return nullcontext() if self._as_called.is_autocast else self._around.leaving_out(how)
 
     def _run(self, inputs: Tensors, tile: Tile) -> list[torch.Tensor]:

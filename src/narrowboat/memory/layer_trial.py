@@ -111,7 +111,7 @@ class LayerTrial:
         biases = frozenset(path for path in one if attention.dims[path][0] == len(self.ours.given.get(path, ())) - 1)
         for tiles in ("buffer", "joined") if attention.attention == "ours" else ("joined",):
             for keyed in dict.fromkeys((frozenset(), left, biases, left | biases)):
-                yield replace(attention, tiles=tiles, keyed=keyed)  # type: ignore[arg-type]
+                yield replace(attention, tiles=tiles, keyed=keyed)
 
     def _call(self, contract: LayerContract, x: torch.Tensor) -> LayerCall:
         given = self.own if contract.attention == "own" and not contract.masks else self.ours

@@ -57,6 +57,7 @@ def linear_loss(
     weights: torch.Tensor | None = None,
     at: At = lambda row, where: None,
     measures: Measures | None = None,
+    learnt: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each position's cross-entropy times its weight: ``[batch, tokens]``, fp32, 0 where nothing is learnt.
 
@@ -69,12 +70,13 @@ def linear_loss(
         weights: ``[batch, tokens]``, a factor for each position's loss, or None.
         at: told before each chunk which row and flat positions it holds (dropout has to know).
         measures: filled on the way, for the logits' price once more.
+        learnt: flat positions of the targets that are not -100, if they are known: else the device is waited for.
 
     Raises:
         ModelError: in backward, when norm or head are trained and positions are weighted by anything but ``weights``.
     """
     grad_enabled = torch.is_grad_enabled()
-    work = _Work(tail, chunk_tokens, at, measures)
+    work = _Work(tail, chunk_tokens, at, measures, learnt)
     losses: torch.Tensor = _LinearLoss.apply(hidden, targets, weights, work, grad_enabled, *tail.parameters)
     return losses
 
@@ -90,6 +92,7 @@ class _Work:
     chunk_tokens: int
     at: At
     measures: Measures | None
+    learnt: torch.Tensor | None
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -103,7 +106,7 @@ class _LinearLoss(torch.autograd.Function):
         with cause(GRADIENTS):
             grads = [torch.zeros_like(p) for p in parameters] if needs_grad else []
         with cause(LOSS):
-            for row, where in _pieces(targets, work.chunk_tokens, gather=work.tail.by_hand):
+            for row, where in _pieces(targets, work):
                 work.at(row, where)
                 weight = None if flat_weights is None else flat_weights[where]
                 chunk = _Chunk(flat[where], flat_targets[where], weight, where, work.measures)
@@ -147,15 +150,19 @@ def _one_factor(factors: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return learnt[0]
 
 
-def _pieces(targets: torch.Tensor, chunk_tokens: int, gather: bool) -> Iterator[tuple[int, torch.Tensor | slice]]:
+def _pieces(targets: torch.Tensor, work: _Work) -> Iterator[tuple[int, torch.Tensor | slice]]:
     """Which flat positions go together: only learnt ones where they may be gathered, else stretches of one row.
 
     A dialogue whose answers are a tenth of its tokens needs a tenth of the logits.
     """
-    if gather:
+    chunk_tokens = work.chunk_tokens
+    if work.tail.by_hand:
         flat = targets.reshape(-1)
-        is_known = has_values(flat)  # a forecast takes all for learnt
-        learnt = (flat >= 0).nonzero()[:, 0] if is_known else torch.arange(len(flat), device=flat.device)
+        learnt = work.learnt
+        if not has_values(flat):  # a forecast takes all for learnt
+            learnt = torch.arange(len(flat), device=flat.device)
+        elif learnt is None:
+            learnt = (flat >= 0).nonzero()[:, 0]
         for start in some_of(range(0, len(learnt), chunk_tokens), flat, first=2):
             yield 0, learnt[start : start + chunk_tokens]
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.nn import functional as F

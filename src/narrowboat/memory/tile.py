@@ -109,7 +109,12 @@ class Tile:
         return self._state(("convolution", layer_idx, state_idx))
 
     def update_conv_state(
-        self, inputs: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+        self,
+        inputs: torch.Tensor,
+        layer_idx: int = 0,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         """Take a convolution's inputs; give them back behind those that came before."""
         name = ("convolution", layer_idx, state_idx)

@@ -19,9 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from narrowboat.errors import AnatomyError
 
-TILEABLE = {"full_attention", "sliding_attention", "attention", "hybrid", None}
-"""Layer types, as configurations name them, in which a tile needs earlier tiles' keys and values and nothing else."""
-
 
 @dataclass(frozen=True)
 class DecoderLayer:
@@ -40,12 +37,6 @@ class DecoderLayer:
     kind: str
     window: int | None
     chunk: int | None
-    obstacle: str | None
-
-    @property
-    def tileable(self) -> bool:
-        """Whether tiles of this layer need only earlier tiles' keys and values."""
-        return self.obstacle is None
 
 
 @dataclass(frozen=True)
@@ -111,11 +102,6 @@ class Anatomy:
             head_dim=_head_dim(attention, config, num_heads),
             max_positions=stated(config, "max_position_embeddings"),
         )
-
-    @property
-    def untileable_layers(self) -> tuple[str, ...]:
-        """``"model.layers.0: linear attention (Qwen3NextGatedDeltaNet)"`` for each layer that cannot be tiled."""
-        return tuple(f"{layer.name}: {layer.obstacle}" for layer in self.layers if layer.obstacle)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -274,23 +260,12 @@ def _layer(index: int, name: str, module: nn.Module, config: Any) -> DecoderLaye
         kind=kind,
         window=window,
         chunk=chunk,
-        obstacle=_obstacle(module, attention, given),
     )
 
 
 def _is_attention(module: nn.Module) -> bool:
     """Attention of transformers says whether it is causal, in itself or (GPT-2's forebears) one level down."""
     return any(hasattr(part, "is_causal") for part in (module, *module.children()))
-
-
-def _obstacle(layer: nn.Module, attention: nn.Module | None, kind: str | None) -> str | None:
-    """Why a tile of ``layer`` would need more than earlier keys and values, or None."""
-    mixer = _convolution(layer) or attention
-    if kind not in TILEABLE:
-        return str(kind).replace("_", " ") + (f" ({type(mixer).__name__})" if mixer else "")
-    if mixer is None:
-        return f"no attention found among {', '.join(type(part).__name__ for part in layer.children())}"
-    return f"a state or convolution along the tokens ({type(mixer).__name__})" if mixer is not attention else None
 
 
 def _convolution(module: nn.Module) -> nn.Module | None:

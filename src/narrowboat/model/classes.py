@@ -1,4 +1,4 @@
-"""Which class of transformers a configuration's model is: a causal language model, or one for pictures and text as well.
+"""Which class of transformers a configuration's model is: one for text alone, or for pictures, sound and text.
 
 Transformers lists models that answer to pictures, sound or video apart from those for text. Their language part is a
 causal language model all the same, and text alone goes through it.

@@ -52,7 +52,15 @@ SIZES: tuple[tuple[str, int], ...] = (
 
 _SIZES = [(re.compile(names), size) for names, size in SIZES]
 _INDICES = re.compile(r".*(layers|idxs|ids|indices)")
-_NOT_SHAPES = ("id2label", "label2id", "transformers_version", "dtype", "torch_dtype", "quantization_config", "rope_parameters")
+_NOT_SHAPES = (
+    "id2label",
+    "label2id",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "rope_parameters",
+)
 
 
 def miniature_config(config: Any) -> Any:
@@ -126,7 +134,10 @@ PROPORTIONS = (
 def _in_proportion(before: Mapping[str, Any], made: dict[str, Any]) -> dict[str, Any]:
     """Some numbers are others times a whole number, and stay so."""
     for name, of in PROPORTIONS:
-        if all(isinstance(before.get(key), int) and before[key] for key in (name, of)) and not before[name] % before[of]:
+        if (
+            all(isinstance(before.get(key), int) and before[key] for key in (name, of))
+            and not before[name] % before[of]
+        ):
             made[name] = made[of] * (before[name] // before[of])
     ropes = [value for key, value in made.items() if key == "rope_parameters" and isinstance(value, dict)]
     if ropes and (share := _head_size(made) / _head_size(before) if _head_size(before) else 0):

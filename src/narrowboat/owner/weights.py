@@ -254,13 +254,13 @@ class Weights:
                 weight.leaf.put(weight.resting)
 
     def _next(self, unit: int) -> int | None:
-        """Who is likely to come next: the way goes up the layers and down again."""
+        """Who is likely to come next: the way goes up the layers and down again, or, without a backward, up again."""
         if unit == HEAD:
             return None
-        num_layers, last, self._last = self._num_layers, self._last, unit
-        turns = unit == last and unit == num_layers - 1
-        following = unit - 1 if unit < last or turns else unit + 1
-        return following if 0 <= following < num_layers else None
+        top, last, self._last = self._num_layers - 1, self._last, unit
+        turns, begins = unit == last == top, unit == 0 and last == top > 1
+        following = unit - 1 if turns or (unit < last and not begins) else unit + 1
+        return following if 0 <= following <= top else None
 
     def _send_for(self, unit: int | None) -> None:
         if unit is None or unit in self._visiting:

@@ -35,7 +35,7 @@ def ladder(on_card: bool, can_stream: bool = True, wanted: Wanted = "auto") -> I
 
     Args:
         on_card: whether host memory is another memory than the device's.
-        can_stream: whether all layers of the model can be tiled.
+        can_stream: whether the model is right with layers in tiles.
         wanted: as ``memory.plan`` has it.
     """
     away: Place = "host" if on_card else "disk"

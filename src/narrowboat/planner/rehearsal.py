@@ -17,6 +17,7 @@ from torch import nn
 
 from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
+from narrowboat.memory.contract import Contract
 from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.model.base import give_fake_tensors
 from narrowboat.model.leaves import frozen_leaves
@@ -26,7 +27,7 @@ from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, 
 
 FIRST_TOKENS = 8
 
-STEP, EVALUATION = "step", "evaluation"
+STEP, EVALUATION, READING = "step", "evaluation", "reading"
 """What may be rehearsed."""
 
 
@@ -69,6 +70,7 @@ class Rehearsal:
 
     Args:
         model: on ``meta``, with its adapter.
+        contract: what the whole model asks for.
         build_optimizer: over the model's named parameters; None for a model that only evaluates.
         clip_norm: the engine's.
         on_card: count what a card's operators take for themselves as well.
@@ -77,6 +79,7 @@ class Rehearsal:
     def __init__(
         self,
         model: nn.Module,
+        contract: Contract,
         build_optimizer: Callable[[Any], torch.optim.Optimizer] | None,
         clip_norm: float,
         on_card: bool = False,
@@ -88,13 +91,14 @@ class Rehearsal:
         with self._fakes, self._recorder:
             self._recorder.watch_model(model)
             self._optimizer = build_optimizer(model.named_parameters()) if build_optimizer else None
-            self._engine = Engine(model, self._optimizer, MemoryPlan(layers="keep"), pad_id=0, clip_norm=clip_norm)
+            plan = MemoryPlan(layers="keep")
+            self._engine = Engine(model, self._optimizer, plan, pad_id=0, clip_norm=clip_norm, contract=contract)
             self._engine.__enter__()  # for good: the model is the rehearsal's own
             for _ in range(2 if self._optimizer else 0):  # its states are made, and what could take them back
                 self._work(STEP, self._engine.plan, 1, FIRST_TOKENS)
 
     def run(self, work: str, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Trace:
-        """One ``STEP`` or ``EVALUATION`` over a micro-batch ``[num_rows, num_tokens]``."""
+        """One ``STEP``, ``EVALUATION`` or ``READING`` of a micro-batch ``[num_rows, num_tokens]``."""
         recorder = self._recorder
         recorder.forget()
         with self._fakes, recorder, self._moments():
@@ -116,6 +120,10 @@ class Rehearsal:
         self._recorder.begin(START)
         if work == EVALUATION:
             self._engine.evaluate(rows)
+        elif work == READING:
+            reading = self._engine.reading(num_tokens)
+            self._engine.read_on(reading, torch.zeros(1, num_tokens, dtype=torch.long))
+            reading.release()
         else:
             self._engine.step(rows, 1e-4, seed=0, after_micro_batch=lambda: self._recorder.begin(UPDATE))
         self._recorder.end()

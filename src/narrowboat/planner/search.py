@@ -33,7 +33,7 @@ class Search:
     def __init__(self, work: Workload, target: Target, wanted: Wanted = "auto") -> None:
         self.work, self.target = work, target
         self._forecaster = Forecaster(work)
-        can_stream = not self._forecaster.untileable
+        can_stream = "stream" not in self._forecaster.contract.refused
         self.rungs = tuple(ladder(target.on_card, can_stream, wanted))
 
     def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, many: bool = False) -> Forecast:

@@ -37,11 +37,11 @@ class Observation:
             stop = min(start + step, last)
             some = slice(start - first, stop - first)
             grouped = q[0, :, some].unflatten(0, (keys.shape[1], -1)).float()  # [kv heads, group, queries, size]
-            s = grouped @ keys[0, :, None, : last].float().transpose(-1, -2) * scores.scale
+            s = grouped @ keys[0, :, None, :last].float().transpose(-1, -2) * scores.scale
             if scores.softcap is not None:
                 s = torch.tanh(s / scores.softcap) * scores.softcap
             seen = place[None] <= place[start:stop, None]
             if scores.window is not None:
                 seen &= place[None] > place[start:stop, None] - scores.window
             p = torch.exp(s - lse[0, :, some].float().unflatten(0, (keys.shape[1], -1))[..., None])
-            self.mass[:, : last] += p.masked_fill_(~seen, 0).sum(2).mean(1)
+            self.mass[:, :last] += p.masked_fill_(~seen, 0).sum(2).mean(1)
