@@ -63,7 +63,7 @@ def test_linear_layers_are_quantised_and_nothing_else_grows(quantize: str, folde
     assert (written_out(layer).float() - dense).norm() < ERRORS[quantize] * dense.norm()
     anatomy = Anatomy.of(model)
     assert anatomy.tied
-    others = [anatomy.embedding.weight, anatomy.head.weight, anatomy.final_norm.weight]
+    others = [anatomy.embedding.weight, anatomy.head.weight, anatomy.backbone.norm.weight]
     assert {p.dtype for p in others} == {torch.bfloat16}
     assert not [name for name, p in model.named_parameters() if p.dtype == torch.float32]
 
