@@ -1,7 +1,7 @@
 """What a model may be trusted with: its contract, from the trial of its miniature, kept by class and configuration.
 
-A contract is found once a process for each class and configuration, and once a machine while versions stay as they
-are: it waits in Narrowboat's cache folder.
+A contract is found once a process for each class and configuration: about a second, of which most is the class's own
+code. Nothing is kept on disk, so that an upgrade of PyTorch or transformers cannot leave one behind that is not true.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from narrowboat.errors import AnatomyError
 from narrowboat.machine.inner_torch import without_modes
 from narrowboat.memory.contract import Contract
+from narrowboat.memory.layer_trial import said
 from narrowboat.memory.trial import Trial
 from narrowboat.model.anatomy import unwrap
 from narrowboat.model.miniature import miniature, miniature_config
@@ -32,8 +34,16 @@ def contract_for(model: torch.nn.Module) -> Contract:
     kind = type(causal)
     key = f"{kind.__module__}.{kind.__qualname__} {miniature_config(causal.config).to_json_string()}"
     if key not in _known:
-        with _calm():
-            _known[key] = Trial(miniature(kind, causal.config)).contract()
+        try:
+            with _calm():
+                _known[key] = Trial(miniature(kind, causal.config)).contract()
+        except AnatomyError:
+            raise
+        except Exception as error:  # of whatever the class makes of a small configuration, or of a few tokens of text
+            raise AnatomyError(
+                f"{kind.__name__} cannot be trained by Narrowboat: a miniature of it, given text alone, ends in "
+                f"{type(error).__name__}: {said(error)}"
+            ) from error
     return _known[key]
 
 

@@ -40,7 +40,7 @@ class Unread:
             name
             for name, linear in self._linears.items()
             if _root(name) in names.get("recomputed", ())
-            and not linear.weight.requires_grad
+            and not any(p.requires_grad for p in linear.parameters())
             and not getattr(layer.get_submodule(_root(name)), "lora_variant", None)  # DoRA's reads its base's
         }
         self._names: dict[str, frozenset[str]] = {"rebuilt": frozenset(rebuilt), "recomputed": frozenset(recomputed)}

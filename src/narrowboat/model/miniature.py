@@ -48,7 +48,10 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"num_layers_per_stack|num_mem_blocks|.*_vocab_size_base", 1),
     (r"ngram_vocab_size_base|.*_vocab", VOCABULARY),
 )  # fmt: skip
-"""Names, as regular expressions, and what a larger number becomes under the first of them that fits."""
+"""Names, as regular expressions, and what a larger number becomes under the first of them that fits.
+
+A smaller vocabulary grows to the size as well.
+"""
 
 _SIZES = [(re.compile(names), size) for names, size in SIZES]
 _INDICES = re.compile(r".*(layers|idxs|ids|indices)")
@@ -121,7 +124,7 @@ def _shrunk(key: str, value: Any) -> Any:
     if re.fullmatch(r".*token_(id|index)", key):
         return value if value < FIRST_TEXT_ID else value % (FIRST_TEXT_ID - 3) + 3
     size = next((size for names, size in _SIZES if names.fullmatch(key)), value)
-    return min(value, size)
+    return size if size == VOCABULARY else min(value, size)
 
 
 PROPORTIONS = (
