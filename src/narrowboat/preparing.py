@@ -25,11 +25,15 @@ from narrowboat.data.show import MARKS, NO_MARKS, account_table, chosen, parts, 
 from narrowboat.errors import OptionError, OutOfMemory
 from narrowboat.events import Event, Notice
 from narrowboat.machine.caches import cache_folder
+from narrowboat.model.anatomy import num_positions
 from narrowboat.model.gaze import Gaze
 from narrowboat.options.schema import Options
 
 FOLDER = "data"
 """Of prepared data, in Narrowboat's cache folder."""
+
+UNCOUNTED_TOKENS = 2**24
+"""The longest row of a model that does not count positions."""
 
 
 def prepared_data(setting: Setting, quiet: bool = False) -> Prepared:
@@ -40,7 +44,7 @@ def prepared_data(setting: Setting, quiet: bool = False) -> Prepared:
     """
     options, tokenizer = setting.options, setting.tokenizer
     folder = Path(options.data.cache).expanduser() if options.data.cache else cache_folder() / FOLDER
-    max_positions = setting.config.get_text_config().max_position_embeddings
+    max_positions = num_positions(setting.config.get_text_config()) or UNCOUNTED_TOKENS
     with _Bar(quiet) as bar, Gaze(partial(_base, setting)) as gaze:
         attention = gaze if options.dialogues.uses_attention else None
         return prepare(options, tokenizer, max_positions, setting.tell, folder, on_progress=bar, attention=attention)

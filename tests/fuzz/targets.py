@@ -18,8 +18,9 @@ from narrowboat import planning
 from narrowboat.card import licence_of
 from narrowboat.errors import CheckpointError
 from narrowboat.machine.precision import choose_precision
-from narrowboat.model.base import check_weights, empty_base, load_base, load_config, load_tokenizer, weight_files
+from narrowboat.model.base import check_weights, load_base, load_config, load_tokenizer, weight_files
 from narrowboat.model.changes import Changes
+from narrowboat.model.empty import empty_base
 from narrowboat.model.saved import check_adapter
 from narrowboat.monitor.report import write_report
 from narrowboat.options.load import dump, load, load_back

@@ -18,7 +18,8 @@ from narrowboat.machine.precision import choose_precision
 from narrowboat.memory.install import install
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.base import empty_base, give_fake_tensors, load_base, weight_reader
+from narrowboat.model.base import load_base, weight_reader
+from narrowboat.model.empty import empty_base, give_fake_tensors
 from narrowboat.model.packed import written_out
 from narrowboat.model.saved import load_adapter_state, save_adapter
 from narrowboat.options.schema import LoraOptions, ModelOptions

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from narrowboat.errors import cut
+from narrowboat.errors import first_line
 from narrowboat.memory.arguments import MAPPINGS, replaced
 from narrowboat.memory.attention import Switch
 from narrowboat.memory.capture import Called
@@ -80,7 +80,7 @@ class LayerTrial:
                 counted = replace(candidate, num_writes=self._num_writes(candidate))
                 self._compare(counted, lambda call: stream_layer(call, TILE_TOKENS, OnDevice(), False), truth)
             except Exception as error:  # of whatever the layer's own code makes of a tile
-                reasons.append(said(error))
+                reasons.append(first_line(error))
             else:
                 return replace(counted, unread=self._unread(counted))
         whole = replace(attention, tiles="none", why=reasons[0])
@@ -93,7 +93,7 @@ class LayerTrial:
             try:
                 self._compare(candidate, lambda call: recompute_layer(call, OnDevice()), truth)
             except Exception as error:  # of whatever the layer's own code makes of our attention
-                reasons.append(said(error))
+                reasons.append(first_line(error))
             else:
                 return candidate
         raise Failed(reasons[-1])
@@ -199,9 +199,3 @@ def difference(mine: torch.Tensor, truth: torch.Tensor) -> float:
     """Relative to ``truth``; not a number where ``mine`` is none."""
     scale = float(truth.norm())
     return float((mine - truth).norm()) / scale if scale else float(mine.norm())
-
-
-def said(error: Exception) -> str:
-    """The first line of what an error says."""
-    text = str(error).strip() or type(error).__name__
-    return cut(text.splitlines()[0])

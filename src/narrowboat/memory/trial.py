@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from narrowboat.errors import AnatomyError
+from narrowboat.errors import AnatomyError, first_line
 from narrowboat.memory.arguments import parameters_of
 from narrowboat.memory.attention import ATTENTION_NAME, Switch, register
 from narrowboat.memory.capture import Seen, first_contract, see
@@ -30,7 +30,7 @@ from narrowboat.memory.contract import Contract, LayerContract, kind_of
 from narrowboat.memory.dropout import PlacedFunctions, Whereabouts
 from narrowboat.memory.installed import Installed
 from narrowboat.memory.layer_call import MASK
-from narrowboat.memory.layer_trial import TILE_TOKENS, TOLERANCE, Failed, LayerTrial, difference, said
+from narrowboat.memory.layer_trial import TILE_TOKENS, TOLERANCE, Failed, LayerTrial, difference
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.linear_loss import IGNORED, shift
 from narrowboat.model.anatomy import Anatomy, stated, text_config
@@ -280,7 +280,7 @@ class Trial:
         try:
             mine = self._mine(plan, contract, batch.mine, drops)
         except Exception as error:  # of whatever the model's own code makes of a plan
-            return said(error)
+            return first_line(error)
         off = difference(mine, truth)
         if off <= TOLERANCE or off <= MOST_ROUNDING * self._rounding:
             return ""

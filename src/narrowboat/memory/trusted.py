@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from narrowboat.errors import AnatomyError
+from narrowboat.errors import AnatomyError, first_line
 from narrowboat.machine.inner_torch import without_modes
 from narrowboat.memory.contract import Contract
-from narrowboat.memory.layer_trial import said
 from narrowboat.memory.trial import Trial
 from narrowboat.model.anatomy import unwrap
 from narrowboat.model.miniature import miniature, miniature_config
@@ -42,7 +41,7 @@ def contract_for(model: torch.nn.Module) -> Contract:
         except Exception as error:  # of whatever the class makes of a small configuration, or of a few tokens of text
             raise AnatomyError(
                 f"{kind.__name__} cannot be trained by Narrowboat: a miniature of it, given text alone, ends in "
-                f"{type(error).__name__}: {said(error)}"
+                f"{type(error).__name__}: {first_line(error)}"
             ) from error
     return _known[key]
 

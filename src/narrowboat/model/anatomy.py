@@ -100,7 +100,7 @@ class Anatomy:
             hidden_size=weight.shape[1],
             num_kv_heads=int(stated(config, "num_key_value_heads") or num_heads),
             head_dim=_head_dim(attention, config, num_heads),
-            max_positions=stated(config, "max_position_embeddings"),
+            max_positions=num_positions(config),
         )
 
 
@@ -161,6 +161,20 @@ NUM_LAYERS = ("num_hidden_layers", "num_layers", "decoder_layers", "n_layer", "n
 
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention")
 """What they call the tokens that a layer looks back at."""
+
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+"""What they call the positions that the model was made for."""
+
+
+def num_positions(config: Any) -> int | None:
+    """How many positions a model knows; None where it does not count them, as with ALiBi or a state.
+
+    Args:
+        config: of the part that reads text.
+    """
+    found = _first_stated(config, POSITIONS)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _first_stated(config: Any, names: tuple[str, ...]) -> Any:

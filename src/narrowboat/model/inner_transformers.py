@@ -7,6 +7,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
+
+def classes_of(auto: Any, config: Any) -> Any | None:
+    """What one of transformers' auto classes makes of ``config``: a class, several of them, or None."""
+    return auto._model_mapping.get(type(config), None)
+
+
+def supports_sdpa(kind: Any) -> bool:
+    """Whether models of the class ``kind`` can use PyTorch's own attention."""
+    return bool(kind._supports_sdpa)
+
+
+def with_random_weights(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """A new model of the class ``kind``."""
+    model: nn.Module = kind._from_config(config, dtype=dtype)
+    return model
+
 
 def names_attention(config: Any) -> bool:
     """Whether ``config`` is a transformers configuration that says which attention is used."""

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from narrowboat.model.anatomy import NUM_LAYERS
+from narrowboat.model.inner_transformers import attention_name, with_random_weights
 
 VOCABULARY = 96
 FIRST_TEXT_ID = 12
@@ -77,7 +78,7 @@ def miniature_config(config: Any) -> Any:
     if "per_layer_config" in written:
         values["per_layer_config"] = written["per_layer_config"]
     small = type(config)(**_shrunk_tree(values))
-    small._attn_implementation = getattr(config, "_attn_implementation_internal", None)
+    small._attn_implementation = attention_name(config)
     return small
 
 
@@ -90,7 +91,7 @@ def miniature(kind: type[nn.Module], config: Any) -> nn.Module:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: nn.Module = kind._from_config(miniature_config(config), dtype=torch.float32)  # type: ignore[attr-defined]
+        model = with_random_weights(kind, miniature_config(config), torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1 and parameter.is_floating_point():

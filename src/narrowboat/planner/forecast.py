@@ -18,7 +18,7 @@ from narrowboat.memory import attention
 from narrowboat.memory.trusted import contract_for
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.base import empty_base
+from narrowboat.model.empty import empty_base
 from narrowboat.model.packed import QUANTISING_BYTES, PackedLinear
 from narrowboat.model.ranks import adapters_by_layer, for_some_layers
 from narrowboat.optimizers.build import build_optimizer

@@ -19,7 +19,7 @@ from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
 from narrowboat.memory.contract import Contract
 from narrowboat.model.anatomy import Anatomy, text_config
-from narrowboat.model.base import give_fake_tensors
+from narrowboat.model.empty import give_fake_tensors
 from narrowboat.model.leaves import frozen_leaves
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.fakes import RememberingFakeMode
