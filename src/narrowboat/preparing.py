@@ -22,7 +22,7 @@ from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import choose_to_read
 from narrowboat.data.prepare import Prepared, prepare
 from narrowboat.data.show import MARKS, NO_MARKS, account_table, chosen, parts, samples
-from narrowboat.errors import OptionError, OutOfMemory
+from narrowboat.errors import ModelError, OptionError, OutOfMemory
 from narrowboat.events import Event, Notice
 from narrowboat.machine.caches import cache_folder
 from narrowboat.model.anatomy import num_positions
@@ -47,7 +47,23 @@ def prepared_data(setting: Setting, quiet: bool = False) -> Prepared:
     max_positions = num_positions(setting.config.get_text_config()) or UNCOUNTED_TOKENS
     with _Bar(quiet) as bar, Gaze(partial(_base, setting)) as gaze:
         attention = gaze if options.dialogues.uses_attention else None
-        return prepare(options, tokenizer, max_positions, setting.tell, folder, on_progress=bar, attention=attention)
+        data = prepare(options, tokenizer, max_positions, setting.tell, folder, on_progress=bar, attention=attention)
+    _refuse_unknown_ids(setting, data)
+    return data
+
+
+def _refuse_unknown_ids(setting: Setting, data: Prepared) -> None:
+    """The embedding needs a row for each token, or the first step would end in an index out of range."""
+    num_rows = setting.config.get_text_config().vocab_size
+    largest = max(rows.store.largest_id for rows in (data.train, data.heldout))
+    if largest >= num_rows:
+        tokenizer = setting.tokenizer
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"{setting.options.model.name}: the data hold token {largest} ({token!r}), and its embedding has "
+            f"{num_rows:,} rows; the tokenizer knows {len(tokenizer):,} tokens. Use the model's own tokenizer, or a "
+            "checkpoint whose embedding was made larger."
+        )
 
 
 @contextmanager

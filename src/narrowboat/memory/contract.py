@@ -109,8 +109,8 @@ class Contract:
 def kind_of(layer: DecoderLayer) -> str:
     """Layers of one kind differ in weights and sizes alone: same classes, same switches."""
     home = type(layer.module).__module__
-    parts = [part for part in layer.module.modules() if type(bare(part)).__module__ == home]
-    classes = sorted({type(bare(part)).__name__ for part in parts})
+    parts = [part for part in map(bare, layer.module.modules()) if type(part).__module__ == home]
+    classes = sorted({type(part).__name__ for part in parts})
     return " ".join([*([layer.kind] if layer.kind else []), *classes, *_switches(parts)])
 
 

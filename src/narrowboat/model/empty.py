@@ -57,7 +57,7 @@ def give_fake_tensors(model: nn.Module) -> None:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
+                if tensor is not None:  # of some classes not all are on ``meta``
                     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     if isinstance(tensor, nn.Parameter):
                         fake = nn.Parameter(fake, tensor.requires_grad)

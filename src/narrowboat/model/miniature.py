@@ -9,7 +9,7 @@ whose own weights is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -101,6 +101,21 @@ def miniature(kind: type[nn.Module], config: Any) -> nn.Module:
     return model
 
 
+def keep_layers(config: Any, picked: Sequence[int]) -> None:
+    """Let ``config`` be that of a model of the layers ``picked`` of its own model, and of no others."""
+    values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    num_layers = _num_layers(values)
+    stacks = _stacks(values, num_layers)
+    for key, value in values.items():
+        kept = _of_picked_layers(key, value, picked, num_layers, stacks)
+        if kept is not value:
+            setattr(config, key, kept)
+
+
+def _num_layers(values: Mapping[str, Any]) -> int:
+    return next((values[name] for name in NUM_LAYERS if isinstance(values.get(name), int)), 0)
+
+
 def _shrunk_tree(values: Mapping[str, Any]) -> dict[str, Any]:
     picked, num_layers = _picked(values)
     stacks = _stacks(values, num_layers)
@@ -169,7 +184,7 @@ def _with_sections(rope: Any, share: float) -> Any:
 
 def _picked(values: Mapping[str, Any]) -> tuple[list[int], int]:
     """Which layers stay: the first two of each kind where kinds are few, else the first, and three at least."""
-    num_layers = next((values[name] for name in NUM_LAYERS if isinstance(values.get(name), int)), 0)
+    num_layers = _num_layers(values)
     kinds = [_kind_of_layer(values, i, num_layers) for i in range(num_layers)]
     most = 2 if 1 < len(set(kinds)) < MIN_LAYERS else 1
     picked = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < most]
@@ -213,7 +228,7 @@ def _are_indices(key: str, value: Any, num_layers: int) -> bool:
 
 
 def _of_picked_layers(
-    key: str, value: Any, picked: list[int], num_layers: int, stacks: Mapping[str, tuple[int, int]]
+    key: str, value: Any, picked: Sequence[int], num_layers: int, stacks: Mapping[str, tuple[int, int]]
 ) -> Any:
     if key in NUM_LAYERS and isinstance(value, int):
         return len(picked) if value == num_layers else min(value, MIN_LAYERS)

@@ -21,6 +21,7 @@ from narrowboat.memory.contract import Contract
 from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.model.empty import give_fake_tensors
 from narrowboat.model.leaves import frozen_leaves
+from narrowboat.model.miniature import keep_layers
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.fakes import RememberingFakeMode
 from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Moment, Recorder, Slot, Work
@@ -181,10 +182,7 @@ def cut_to(model: nn.Module, picked: tuple[int, ...]) -> None:
     owner, _, attribute = name.rpartition(".")
     kept = nn.ModuleList(anatomy.layers[i].module for i in picked)
     setattr(anatomy.causal.get_submodule(owner), attribute, kept)
-    for key in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"):
-        if (kinds := getattr(config, key, None)) is not None:
-            setattr(config, key, [kinds[i] for i in picked])
-    config.num_hidden_layers = len(picked)
+    keep_layers(config, picked)
 
 
 def minus(a: Bytes, b: Bytes) -> Bytes:
