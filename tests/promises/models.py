@@ -41,8 +41,8 @@ PLANS = {
 }
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}}
 STATED: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"text_config": SECTIONS | {"head_dim": 128}}),
-    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 64}),
+    **{name: {"text_config": SECTIONS | {"head_dim": 128}} for name in ("qwen2_vl", "qwen2_5_vl")},
+    **{name: {"head_dim": 64} for name in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")},
     "nemotron": {"num_key_value_heads": 8},
     "dots1": {"n_routed_experts": 8},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},

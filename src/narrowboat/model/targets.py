@@ -10,6 +10,7 @@ from torch import nn
 from narrowboat.errors import ModelError, did_you_mean
 from narrowboat.model.adaptable import unadaptable
 from narrowboat.model.anatomy import Anatomy, bare
+from narrowboat.model.classes import LeftOut
 
 ALL_LINEAR = "all-linear"
 REGEX = "re:"
@@ -77,6 +78,8 @@ def for_peft(model: nn.Module, matches: dict[str, list[str]]) -> list[str]:
     whose adapted weights it would write out whole in every forward.
     """
     found = {name for names in matches.values() for name in names}
+    if any(isinstance(module, LeftOut) for module in model.modules()):  # towers are there when it is loaded
+        return sorted(found)
     ends = {name.rpartition(".")[2] for name in found}
     same_end = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
     return sorted(ends if same_end == found else found)
