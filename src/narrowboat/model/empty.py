@@ -55,6 +55,7 @@ def give_fake_tensors(model: nn.Module) -> None:
     """
     fakes: dict[int, torch.Tensor] = {}
     for module in model.modules():
+        _look_at_no_length(module)
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:  # of some classes not all are on ``meta``
@@ -62,3 +63,15 @@ def give_fake_tensors(model: nn.Module) -> None:
                     if isinstance(tensor, nn.Parameter):
                         fake = nn.Parameter(fake, tensor.requires_grad)
                     tensors[name] = fakes.setdefault(id(tensor), fake)  # type: ignore[assignment]
+
+
+def _look_at_no_length(module: nn.Module) -> None:
+    """A rotary embedding whose frequencies follow from the largest position asks for a value, and there is none.
+
+    Its frequencies are as many at any length.
+    """
+    kinds: Any = getattr(module, "rope_type", None)
+    if isinstance(kinds, str):
+        module.rope_type = "default"  # type: ignore[assignment]
+    elif isinstance(kinds, dict):
+        module.rope_type = dict.fromkeys(kinds, "default")  # type: ignore[assignment]
