@@ -25,10 +25,15 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from narrowboat.errors import AnatomyError, first_line
+from narrowboat.memory.arguments import takes
+from narrowboat.memory.attention import Switch
 from narrowboat.memory.contract import Contract
+from narrowboat.memory.dropout import PlacedFunctions, Whereabouts
 from narrowboat.memory.install import install
+from narrowboat.memory.installed import Installed
 from narrowboat.memory.trusted import contract_for
 from narrowboat.model.classes import class_and_config
+from narrowboat.model.inner_transformers import supports_sdpa
 from narrowboat.model.miniature import FIRST_TEXT_ID, VOCABULARY, miniature
 from narrowboat.plan import MemoryPlan
 
@@ -88,6 +93,7 @@ def outcome(family: str) -> Outcome:
         if hasattr(config, "is_decoder"):
             config.is_decoder = True
         kind, config = class_and_config(config)
+        config._attn_implementation = "sdpa" if supports_sdpa(kind) else "eager"
         model = miniature(kind, config)
     except Exception as error:  # defaults of which nobody made a model
         return Outcome(family, broke=f"its defaults make no model: {type(error).__name__}: {first_line(error)}")
@@ -115,12 +121,10 @@ def _differences(model: nn.Module, contract: Contract) -> dict[str, float]:
     """By plan, what is above the tolerance."""
     ids = torch.randint(FIRST_TEXT_ID, VOCABULARY, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(7))
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    model.config._attn_implementation = "eager"
-    model.eval()
-    truth = _gradients(model, batch)
-    plans = {name: plan for name, plan in PLANS.items() if plan.layers not in contract.refused}
-    found = {name: _difference(_gradients(model, batch, plan), truth) for name, plan in plans.items()}
     model.train()
+    truth = _gradients(model, batch, contract=contract)
+    plans = {name: plan for name, plan in PLANS.items() if plan.layers not in contract.refused}
+    found = {name: _difference(_gradients(model, batch, plan, contract), truth) for name, plan in plans.items()}
     seeded = batch | {"dropout_seeds": [3, 4]}
     kept = _gradients(model, seeded, MemoryPlan(layers="keep"))
     found |= {
@@ -129,10 +133,19 @@ def _differences(model: nn.Module, contract: Contract) -> dict[str, float]:
     return {name: off for name, off in found.items() if not off <= TOLERANCE}
 
 
-def _gradients(model: nn.Module, batch: Mapping[str, Any], plan: MemoryPlan | None = None) -> torch.Tensor:
+def _gradients(
+    model: nn.Module, batch: Mapping[str, Any], plan: MemoryPlan | None = None, contract: Contract | None = None
+) -> torch.Tensor:
+    """Of all parameters; with a contract nothing is dropped, and without a plan it is plain autograd."""
     with ExitStack() as stack:
-        if plan is not None:
+        if plan is None:
+            stack.enter_context(PlacedFunctions(Whereabouts(is_off=True)))
+            stack.enter_context(Switch(model).to("eager"))
+            batch = batch | {name: False for name in ("use_cache",) if takes(model.forward, name)}
+        elif contract is None:
             stack.enter_context(install(model, plan))
+        else:
+            stack.enter_context(Installed(model, plan, contract, drops=False))
         torch.manual_seed(0)
         model(**batch).loss.backward()
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]

@@ -30,7 +30,7 @@ from narrowboat.model.anatomy import DecoderLayer
 from narrowboat.owner.inputs import OnDevice
 
 TOLERANCE = 2e-5
-TILE_TOKENS = 6
+TILE_TOKENS = 5
 
 Way = Callable[[LayerCall], list[torch.Tensor]]
 """Runs a layer: its outputs."""

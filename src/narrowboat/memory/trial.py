@@ -33,6 +33,7 @@ from narrowboat.memory.layer_call import MASK
 from narrowboat.memory.layer_trial import TILE_TOKENS, TOLERANCE, Failed, LayerTrial, difference
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.linear_loss import IGNORED, shift
+from narrowboat.memory.random import Random
 from narrowboat.model.anatomy import Anatomy, stated, text_config
 from narrowboat.model.miniature import FIRST_TEXT_ID, VOCABULARY
 from narrowboat.plan import LayerMode, MemoryPlan
@@ -40,14 +41,14 @@ from narrowboat.plan import LayerMode, MemoryPlan
 MOST_ROUNDING = 3
 """Times plain autograd's own rounding by which a plan may differ from it, where that is more than ``TOLERANCE``."""
 
-NUM_TOKENS = (19, 23)
-"""Of the rows that are looked at, and of longer ones."""
+NUM_TOKENS = (21, 33)
+"""Of the rows that are looked at, and of longer ones; the last tile of a longer row may hold one token alone."""
 
 PLANS = (
     MemoryPlan(layers="keep", chunk_tokens=10),
     MemoryPlan(layers="recompute", chunk_tokens=10),
     MemoryPlan(layers="stream", tile_tokens=TILE_TOKENS, chunk_tokens=10),
-    MemoryPlan(layers="stream", tile_tokens=TILE_TOKENS + 1, input_stride=2, keep_keys_values=True),
+    MemoryPlan(layers="stream", tile_tokens=TILE_TOKENS + 3, input_stride=2, keep_keys_values=True),
 )
 
 
@@ -69,11 +70,11 @@ class Batch:
     @classmethod
     def together(cls) -> Batch:
         """Two documents in the second row; for plain autograd one by one."""
-        ids, lengths = _ids(), ((NUM_TOKENS[1],), (14, 9))
+        ids, lengths = _ids(), ((NUM_TOKENS[1],), (20, 13))
         positions = torch.cat([torch.arange(n) for row in lengths for n in row]).view(2, -1)
         labels = ids.clone()
-        labels[1, 14] = -100
-        documents = (ids[:1], ids[1:, :14], ids[1:, 14:])
+        labels[1, 20] = -100
+        documents = (ids[:1], ids[1:, :20], ids[1:, 20:])
         mine = {"input_ids": ids, "position_ids": positions, "labels": labels, "lengths": lengths}
         return cls(mine, tuple({"input_ids": d, "labels": d} for d in documents))
 
@@ -240,7 +241,9 @@ class Trial:
         except AnatomyError as error:
             raise self._refusal(error) from None
         refused = dict(contract.refused)
-        if difference(again, truth) > TOLERANCE:
+        with Random() as random:
+            self._mine(PLANS[0], contract, batch | {"dropout_seeds": [1, 2]})
+        if difference(again, truth) > TOLERANCE or random.operators:
             why = "it draws random numbers in a way of its own, which no two ways of cutting the work draw alike"
             refused |= {"recompute": why, "stream": why}
         elif difference(other, truth) > TOLERANCE:

@@ -18,6 +18,7 @@ from narrowboat.machine.inner_torch import without_modes
 from narrowboat.memory.contract import Contract
 from narrowboat.memory.trial import Trial
 from narrowboat.model.anatomy import unwrap
+from narrowboat.model.inner_transformers import attention_name
 from narrowboat.model.miniature import miniature, miniature_config
 
 _known: dict[str, Contract] = {}
@@ -31,7 +32,8 @@ def contract_for(model: torch.nn.Module) -> Contract:
     """
     causal: Any = unwrap(model)
     kind = type(causal)
-    key = f"{kind.__module__}.{kind.__qualname__} {miniature_config(causal.config).to_json_string()}"
+    small = miniature_config(causal.config).to_json_string()
+    key = f"{kind.__module__}.{kind.__qualname__} {attention_name(causal.config)} {small}"
     if key not in _known:
         try:
             with _calm():
