@@ -11,6 +11,7 @@ from narrowboat.data.store import Rows
 from narrowboat.data.trains import Trains
 from narrowboat.events import PlanChosen
 from narrowboat.machine.hardware import device_memory
+from narrowboat.model.anatomy import num_positions
 from narrowboat.model.base import stored_dtype
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
@@ -59,7 +60,7 @@ def choose(setting: Setting, data: Prepared, trains: bool = True) -> Governor:
 def choose_to_read(setting: Setting) -> tuple[MemoryPlan, int]:
     """The plan for a model that only reads, a row as long as it may be, and the budget."""
     limits = limits_here(setting.options.memory, setting.device)
-    positions = getattr(setting.config.get_text_config(), "max_position_embeddings", None)
+    positions = num_positions(setting.config.get_text_config())
     found = search_in(setting, trains=False).choose(setting.options.data.max_tokens or positions or 4096, limits)
     return found.plan, limits.device_bytes
 

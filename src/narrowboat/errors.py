@@ -124,6 +124,11 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 
+def first_line(error: Exception) -> str:
+    """Of what an error of somebody else's code says; its kind where it says nothing."""
+    return cut((str(error).strip() or type(error).__name__).splitlines()[0])
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``". Did you mean 'rank'?"``, or nothing when no known name is near."""
     near = get_close_matches(name, list(known), n=3, cutoff=0.6)

@@ -25,6 +25,7 @@ from narrowboat.machine.hardware import pick_device
 from narrowboat.machine.precision import choose_precision
 from narrowboat.machine.profile import card_margin
 from narrowboat.model import outside
+from narrowboat.model.anatomy import num_positions
 from narrowboat.model.base import as_folder, hush_transformers, load_config, stored_dtype
 from narrowboat.options.schema import ModelOptions, Options
 from narrowboat.planner import catalog
@@ -130,7 +131,7 @@ def search_for(question: Question, tell: Tell = lambda event: None) -> tuple[Sea
 
 def default_tokens(options: Options, tell: Tell = lambda event: None) -> int:
     """The longest row that a run with ``options`` may have, as far as that is known before data are read."""
-    positions = getattr(_config(options.model, tell).get_text_config(), "max_position_embeddings", None)
+    positions = num_positions(_config(options.model, tell).get_text_config())
     return options.data.max_tokens or positions or 4096
 
 

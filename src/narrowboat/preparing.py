@@ -22,14 +22,18 @@ from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import choose_to_read
 from narrowboat.data.prepare import Prepared, prepare
 from narrowboat.data.show import ASCII_MARKS, MARKS, NO_MARKS, account_table, chosen, parts, samples
-from narrowboat.errors import OptionError, OutOfMemory
+from narrowboat.errors import ModelError, OptionError, OutOfMemory
 from narrowboat.events import Event, Notice
 from narrowboat.machine.caches import cache_folder
+from narrowboat.model.anatomy import num_positions
 from narrowboat.model.gaze import Gaze
 from narrowboat.options.schema import Options
 
 FOLDER = "data"
 """Of prepared data, in Narrowboat's cache folder."""
+
+UNCOUNTED_TOKENS = 2**24
+"""The longest row of a model that does not count positions."""
 
 
 def prepared_data(setting: Setting, quiet: bool = False) -> Prepared:
@@ -40,10 +44,26 @@ def prepared_data(setting: Setting, quiet: bool = False) -> Prepared:
     """
     options, tokenizer = setting.options, setting.tokenizer
     folder = Path(options.data.cache).expanduser() if options.data.cache else cache_folder() / FOLDER
-    max_positions = setting.config.get_text_config().max_position_embeddings
+    max_positions = num_positions(setting.config.get_text_config()) or UNCOUNTED_TOKENS
     with _Bar(quiet) as bar, Gaze(partial(_base, setting)) as gaze:
         attention = gaze if options.dialogues.uses_attention else None
-        return prepare(options, tokenizer, max_positions, setting.tell, folder, on_progress=bar, attention=attention)
+        data = prepare(options, tokenizer, max_positions, setting.tell, folder, on_progress=bar, attention=attention)
+    _refuse_unknown_ids(setting, data)
+    return data
+
+
+def _refuse_unknown_ids(setting: Setting, data: Prepared) -> None:
+    """The embedding needs a row for each token, or the first step would end in an index out of range."""
+    num_rows = setting.config.get_text_config().vocab_size
+    largest = max(rows.store.largest_id for rows in (data.train, data.heldout))
+    if largest >= num_rows:
+        tokenizer = setting.tokenizer
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"{setting.options.model.name}: the data hold token {largest} ({token!r}), and its embedding has "
+            f"{num_rows:,} rows; the tokenizer knows {len(tokenizer):,} tokens. Use the model's own tokenizer, or a "
+            "checkpoint whose embedding was made larger."
+        )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from narrowboat.events import Tell
 from narrowboat.machine.hardware import device_memory
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.schemes import Scheme, scheme_of
-from narrowboat.model.base import empty_base
+from narrowboat.model.empty import empty_base
 from narrowboat.model.rank import choose_rank
 from narrowboat.options.schema import Options
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowboat.engine.engine import Engine
 from narrowboat.model.adapters import adapt
-from narrowboat.model.base import empty_base, give_fake_tensors
+from narrowboat.model.empty import empty_base, give_fake_tensors
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.table import KINDS
 from narrowboat.options.schema import LoraOptions, OptimizerOptions

@@ -29,8 +29,9 @@ from narrowboat.machine.json_files import parse_json
 from narrowboat.machine.manifest import MANIFEST
 from narrowboat.machine.precision import choose_precision
 from narrowboat.model.adapters import adapt
-from narrowboat.model.base import check_weights, empty_base, load_base, load_config, load_tokenizer, weight_files
+from narrowboat.model.base import check_weights, load_base, load_config, load_tokenizer, weight_files
 from narrowboat.model.changes import Changes
+from narrowboat.model.empty import empty_base
 from narrowboat.model.saved import check_adapter
 from narrowboat.monitor.report import write_report
 from narrowboat.optimizers.build import build_optimizer

@@ -13,7 +13,8 @@ from narrowboat.errors import AnatomyError
 from narrowboat.memory import attention
 from narrowboat.memory.attention import attend
 from narrowboat.memory.layout import Layout
-from narrowboat.memory.tile import HandedOver, KeysValues, Tile
+from narrowboat.memory.past import Past
+from narrowboat.memory.tile import HandedOver, Tile
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -72,11 +73,11 @@ def in_tiles(
     grad: torch.Tensor,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Output and gradients, tile by tile as layer streaming does it."""
-    keys_values, outs, leaves = KeysValues(layout.num_tokens), [], []
+    past, outs, leaves = Past(layout.num_tokens), [], []
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     for start in range(0, layout.num_tokens, tile_tokens):
         stop = min(start + tile_tokens, layout.num_tokens)
-        tile = Tile(layout, start, stop, keys_values)
+        tile = Tile(layout, start, stop, past)
         leaf = [t[:, :, start:stop].detach().requires_grad_() for t in (q, k, v)]
         sink = None if sinks is None else sinks.detach().requires_grad_()
         seen = tile.update(leaf[1], leaf[2])
@@ -162,19 +163,21 @@ def test_many_tiles_of_half_precision_add_up_in_fp32() -> None:
 
 
 def test_a_layer_that_attends_to_other_keys_is_refused() -> None:
-    tile = Tile(Layout.of(1, 4), 0, 4, KeysValues(4))
+    """Keys or values: DiffLlama's attention splits the values that it handed to its cache."""
+    tile = Tile(Layout.of(1, 4), 0, 4, Past(4))
     q, k = torch.randn(1, HEADS, 4, SIZE), torch.randn(1, KV_HEADS, 4, SIZE)
     tile.update(k, k)
-    with pytest.raises(AnatomyError, match="cannot be tiled"):
-        attend(Module(), q, k + 1, k, tile)
+    for keys, values in ((k + 1, k), (k, k + 1)):
+        with pytest.raises(AnatomyError, match="cannot be tiled"):
+            attend(Module(), q, keys, values, tile)
 
 
 def test_stops_at_the_keys() -> None:
-    keys_values = KeysValues(8)
+    past = Past(8)
     k = torch.randn(1, KV_HEADS, 4, SIZE)
     with pytest.raises(HandedOver):
-        Tile(Layout.of(1, 8), 0, 4, keys_values, stop_at_keys=True).update(k, k)
-    assert keys_values.num_filled == 4
+        Tile(Layout.of(1, 8), 0, 4, past, num_writes=1).update(k, k)
+    assert past.kept(0).num_filled == 4
 
 
 def test_outside_of_install_is_refused() -> None:

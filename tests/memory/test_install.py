@@ -7,11 +7,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from narrowboat.errors import AnatomyError, MachineError, ModelError
+from narrowboat.errors import MachineError, ModelError
 from narrowboat.memory.finite import where_not_finite
 from narrowboat.memory.install import install
 from narrowboat.plan import MemoryPlan
-from tests.memory.families import adapted, difference, gradients, tiny, token_ids
+from tests.memory.families import adapted, difference, gradients, token_ids
 
 STREAM = MemoryPlan(layers="stream", tile_tokens=8)
 
@@ -44,10 +44,18 @@ def test_replan_between_micro_batches_changes_nothing() -> None:
     assert difference(gradients(model), truth) < 1e-5
 
 
-def test_attention_dropout_is_refused() -> None:
-    model, ids = tiny("llama", attention_dropout=0.1).train(), token_ids(1, 9)
-    with install(model, STREAM), pytest.raises(AnatomyError, match="attention_dropout"):
-        model(input_ids=ids, labels=ids)
+@pytest.mark.parametrize("family", ["llama", "gpt-neox"])
+def test_attention_dropout_is_the_same_under_every_plan(family: str) -> None:
+    model, ids = adapted(family, attention_dropout=0.3).train(), token_ids(2, 21)
+    found = []
+    for plan in (MemoryPlan(layers="keep"), MemoryPlan(layers="recompute"), STREAM):
+        with install(model, plan):
+            model(input_ids=ids, labels=ids, dropout_seeds=[1, 2]).loss.backward()
+        found.append(gradients(model))
+    model.eval()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert difference(gradients(model), found[0]) > 0.1
+    assert max(difference(other, found[0]) for other in found[1:]) < 1e-5
 
 
 def test_a_batch_without_targets_has_a_loss_of_zero() -> None:

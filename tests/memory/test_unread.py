@@ -22,10 +22,9 @@ def test_what_nobody_reads_is_found_out(family: str) -> None:
     model, ids = adapted(family), token_ids(1, 30)
     with install(model, MemoryPlan(layers="stream", tile_tokens=8)) as installed:
         model(input_ids=ids, labels=ids).loss.backward()
-        known = {recomputing: names for (_, recomputing), names in installed._unread[0]._known.items()}
-    found = {name.removesuffix(".base_layer") for name in known[True]}
-    assert found == LAST.get(family, {"mlp.down_proj"})
-    rebuilt = {name.removesuffix(".base_layer") for name in known[False] if "lora" not in name}
+        names = installed._unread[0]._names
+    assert {name.removesuffix(".base_layer") for name in names["recomputed"]} == LAST.get(family, {"mlp.down_proj"})
+    rebuilt = {name.removesuffix(".base_layer") for name in names["rebuilt"] if "lora" not in name}
     fused = family in ("phi-3", "gpt-neox")
     assert ("self_attn.q_proj" in rebuilt) is not fused
     assert not any(name.endswith(("k_proj", "v_proj", "qkv_proj", "query_key_value")) for name in rebuilt)

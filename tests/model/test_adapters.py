@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from narrowboat.errors import CheckpointError, ModelError
 from narrowboat.model.adapters import Adapted, adapt, idle_adapters
-from narrowboat.model.base import empty_base
+from narrowboat.model.empty import empty_base
 from narrowboat.model.saved import load_adapter_state, save_adapter
 from narrowboat.options.schema import LoraOptions
 

@@ -24,7 +24,8 @@ from narrowboat.errors import ModelError
 from narrowboat.machine.precision import choose_precision
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.base import check_weights, empty_base, give_fake_tensors, load_base, load_config, load_tokenizer
+from narrowboat.model.base import check_weights, load_base, load_config, load_tokenizer
+from narrowboat.model.empty import empty_base, give_fake_tensors
 from narrowboat.options.schema import LoraOptions, ModelOptions
 
 CPU = torch.device("cpu")

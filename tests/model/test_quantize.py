@@ -18,7 +18,8 @@ from narrowboat.machine.precision import choose_precision
 from narrowboat.memory.install import install
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.base import empty_base, give_fake_tensors, load_base, weight_reader
+from narrowboat.model.base import load_base, weight_reader
+from narrowboat.model.empty import empty_base, give_fake_tensors
 from narrowboat.model.packed import written_out
 from narrowboat.model.saved import load_adapter_state, save_adapter
 from narrowboat.options.schema import LoraOptions, ModelOptions
@@ -63,7 +64,7 @@ def test_linear_layers_are_quantised_and_nothing_else_grows(quantize: str, folde
     assert (written_out(layer).float() - dense).norm() < ERRORS[quantize] * dense.norm()
     anatomy = Anatomy.of(model)
     assert anatomy.tied
-    others = [anatomy.embedding.weight, anatomy.head.weight, anatomy.final_norm.weight]
+    others = [anatomy.embedding.weight, anatomy.head.weight, anatomy.backbone.norm.weight]
     assert {p.dtype for p in others} == {torch.bfloat16}
     assert not [name for name, p in model.named_parameters() if p.dtype == torch.float32]
 

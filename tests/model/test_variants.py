@@ -13,7 +13,7 @@ from torch import nn
 from narrowboat.errors import CheckpointError, ModelError
 from narrowboat.machine.extras import quiet
 from narrowboat.model.adapters import adapt
-from narrowboat.model.base import empty_base
+from narrowboat.model.empty import empty_base
 from narrowboat.model.ranks import adapters_by_layer, for_some_layers
 from narrowboat.model.saved import load_adapter_state, save_adapter
 from narrowboat.options.schema import LoraOptions

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowboat.errors import OptionError
-from narrowboat.model.base import empty_base
+from narrowboat.model.empty import empty_base
 from narrowboat.planner import catalog
 from narrowboat.units import GIB
 

@@ -141,6 +141,12 @@ class Store:
             arrays.append(num_unlearnt == batch.column("before").to_numpy())
         return np.concatenate(arrays) if arrays else np.empty(0, np.bool_)
 
+    @cached_property
+    def largest_id(self) -> int:
+        """The largest token id of all; -1 where there is none."""
+        largest = (pc.max(batch.column("input_ids").values).as_py() for batch in self.batches)
+        return max((found for found in largest if found is not None), default=-1)
+
     def column(self, name: str) -> NDArray[np.int32]:
         """One number of each example: num_supervised, document, segment or offset."""
         arrays = [batch.column(name).to_numpy(zero_copy_only=True) for batch in self.batches]

@@ -30,8 +30,10 @@ from narrowboat.engine.undo import Undo
 from narrowboat.events import Notice, Tell
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.carry.handover import Handover
+from narrowboat.memory.contract import Contract
 from narrowboat.memory.finite import NotFinite, where_not_finite
-from narrowboat.memory.install import Installed, install
+from narrowboat.memory.install import install
+from narrowboat.memory.installed import Installed
 from narrowboat.memory.linear_loss import shift
 from narrowboat.memory.reading import Reading
 from narrowboat.memory.schemes import Scheme
@@ -77,6 +79,7 @@ class Engine:
         scale: of the loss, for float16; None leaves it as it is.
         carrier: hands keys and values on; rows are then trains of segments, each of which goes through alone.
         scheme: of attention that is not full; not together with a carrier.
+        contract: what the model asks for, if that is known.
     """
 
     def __init__(
@@ -90,11 +93,12 @@ class Engine:
         scale: LossScale | None = None,
         carrier: Carrier | None = None,
         scheme: Scheme | None = None,
+        contract: Contract | None = None,
     ) -> None:
         self.model, self.optimizer, self.scale = model, optimizer, scale
         self._pad_id, self._tell = pad_id, tell
         trainable = [p for p in model.parameters() if p.requires_grad]
-        self._installed: Installed = install(model, plan, tell)
+        self._installed: Installed = install(model, plan, tell, contract)
         self.owner = self._installed.owner
         self.device = self.owner.device
         self._installed.scheme = scheme
@@ -211,7 +215,7 @@ class Engine:
     @property
     def reads_on(self) -> bool:
         """Whether all that layers hold of a document are keys and values."""
-        return not self._installed.anatomy.untileable_layers
+        return self._installed.contract.reads_on
 
     def reading(self, num_tokens: int) -> Reading:
         """A document of up to ``num_tokens`` tokens, of which nothing has been read yet."""

@@ -15,15 +15,20 @@ from typing import Any, cast
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
-from narrowboat.errors import ModelError
+from narrowboat.errors import AnatomyError, ModelError
+from narrowboat.memory.arguments import parameters_of
 from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.dropout import Whereabouts
+from narrowboat.memory.layer_call import CACHE_NAMES
 from narrowboat.memory.linear_loss import Measures, linear_loss, shift
 from narrowboat.memory.reading import Reading
 from narrowboat.memory.router import Routers
 from narrowboat.memory.tail import Tail
 from narrowboat.model.anatomy import Anatomy
+from narrowboat.owner.values import has_values
 from narrowboat.owner.weights import Weights
+
+NOT_FOR_BACKBONE = (*CACHE_NAMES, "use_cache", "logits_to_keep", "num_logits_to_keep", "return_dict")
 
 
 @dataclass
@@ -56,17 +61,29 @@ class CausalForward:
 
     Attributes:
         chunk_tokens: tokens whose logits are alive together.
+        tail: final norm and head.
         given: what was said of the micro-batch while it is on its way through the backbone.
     """
 
-    def __init__(self, anatomy: Anatomy, routers: Routers, weights: Weights, whereabouts: Whereabouts) -> None:
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        tail: Tail,
+        routers: Routers,
+        weights: Weights,
+        whereabouts: Whereabouts,
+        shifts: bool = True,
+    ) -> None:
         self._own_forward: Callable[..., Any] = anatomy.causal.forward
-        self._causal, self._backbone = anatomy.causal, anatomy.backbone
-        self._tail = Tail(anatomy, self._own_forward)
+        self._causal, self._backbone, self.tail = anatomy.causal, anatomy.backbone, tail
         self._routers, self._weights, self._whereabouts = routers, weights, whereabouts
-        self._closed = False
+        self._closed, self._shifts = False, shifts
         self.chunk_tokens = 1
         self.given: Given | None = None
+
+    def _targets(self, labels: torch.Tensor) -> torch.Tensor:
+        """What each position has to predict, as the model itself understands labels."""
+        return shift(labels) if self._shifts else labels
 
     def close(self) -> None:
         """From here on pass calls on: somebody may have put his own forward around this one."""
@@ -112,19 +129,18 @@ class CausalForward:
         if self._closed or (labels is None and shift_labels is None):
             theirs = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
             with self._head_for_logits():
-                return self._own_forward(**inputs, **{k: v for k, v in theirs.items() if v is not None}, **kwargs)
-        targets = shift(cast(torch.Tensor, labels)) if shift_labels is None else shift_labels
+                return self._own_forward(**{k: v for k, v in (inputs | theirs).items() if v is not None}, **kwargs)
+        targets = self._targets(cast(torch.Tensor, labels)) if shift_labels is None else shift_labels
         self.given = given = Given(lengths, dropout_seeds, carry)
         try:
-            with self._tail.left_to_the_loss():
-                out = self._backbone(**inputs, **_for_backbone(kwargs))
+            with self.tail.left_to_the_loss():
+                out = self._backbone(**self._for_backbone(inputs | kwargs))
         finally:
-            self.given = None
+            self.given = self.tail.latest = None
         measures = Measures.like(targets) if fused_lm_head else None
         at = partial(self._at_chunk, given, targets.shape[1])
         with self._weights.visit_head():
-            hidden = out.last_hidden_state
-            losses = linear_loss(hidden, targets, self._tail, self.chunk_tokens, loss_weights, at, measures, learnt)
+            losses = linear_loss(out[0], targets, self.tail, self.chunk_tokens, loss_weights, at, measures, learnt)
         self._whereabouts.leave()
         auxiliary = self._routers.auxiliary_loss(out.get("router_logits"), attention_mask)
         if measures is not None:
@@ -136,17 +152,28 @@ class CausalForward:
             loss = loss + self._routers.coefficient * auxiliary
         return CausalLMOutputWithPast(loss=loss)
 
+    def _for_backbone(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the backbone takes of it."""
+        known = parameters_of(self._backbone.forward)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        found = {name: value for name, value in given.items() if name not in NOT_FOR_BACKBONE and value is not None}
+        positions = found.get("position_ids")
+        if positions is not None and not takes_all and "position_ids" not in known:
+            _refuse_moved(positions, type(self._causal).__name__)
+            del found["position_ids"]
+        return {name: value for name, value in found.items() if takes_all or name in known}
+
     def _read_on(self, inputs: dict[str, Any], reading: Reading, kwargs: dict[str, Any]) -> CausalLMOutputWithPast:
         """Logits ``[1, 1, vocabulary]`` of the last token."""
         self.given = Given(None, [0], reading)
         try:
-            with self._tail.left_to_the_loss():
-                out = self._backbone(**inputs, **_for_backbone(kwargs))
+            with self.tail.left_to_the_loss():
+                out = self._backbone(**self._for_backbone(inputs | kwargs))
         finally:
-            self.given = None
+            self.given = self.tail.latest = None
         self._whereabouts.leave()
         with self._weights.visit_head():
-            logits = self._tail.logits(self._tail.norm(out.last_hidden_state[:, -1:]))
+            logits = self.tail.logits(self.tail.norm(out[0][:, -1:]))
         return CausalLMOutputWithPast(logits=logits)
 
     @contextmanager
@@ -180,9 +207,14 @@ def _fused(
     )
 
 
-def _for_backbone(kwargs: dict[str, Any]) -> dict[str, Any]:
-    left_out = ("use_cache", "cache", "past_key_values", "logits_to_keep", "return_dict")
-    return {name: value for name, value in kwargs.items() if name not in left_out and value is not None}
+def _refuse_moved(positions: torch.Tensor, name: str) -> None:
+    """Tokens that do not count from 0 are more than a model without position ids can be told."""
+    if has_values(positions) and not bool(
+        (positions == torch.arange(positions.shape[-1], device=positions.device)).all()
+    ):
+        raise AnatomyError(
+            f"{name} takes no position ids, so that each row has to be one document; set packing.enabled: false."
+        )
 
 
 def _denominator(

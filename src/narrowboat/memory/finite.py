@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from narrowboat.memory.install import Installed
+from narrowboat.memory.installed import Installed
 from narrowboat.memory.layer_call import LayerCall
 from narrowboat.memory.layer_stream import run_tiles
 
@@ -38,12 +38,14 @@ def where_not_finite(installed: Installed, batch: Mapping[str, Any]) -> NotFinit
     """
     anatomy, tile_tokens = installed.anatomy, installed.plan.tile_tokens
 
-    def look(index: int, call: LayerCall, x: torch.Tensor) -> torch.Tensor:
+    def look(index: int, call: LayerCall) -> list[torch.Tensor]:
+        x = call.inputs[0]
         if index == 0:
             _check("the embedding", x, tile_tokens)
-        out = call.whole(x) if anatomy.untileable_layers else run_tiles(x, call, tile_tokens)[0]
-        _check(anatomy.layers[index].name, out, tile_tokens)
-        return out
+        is_whole = call.contract.tiles == "none"
+        outputs = call.whole(call.inputs) if is_whole else run_tiles(call, x, tile_tokens)[0]
+        _check(anatomy.layers[index].name, outputs[0], tile_tokens)
+        return outputs
 
     installed.run_layer = look
     try:

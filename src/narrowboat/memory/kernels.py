@@ -1,8 +1,8 @@
 """Attention of some queries to one stretch of keys: output and log-sum-exp forwards, three gradients backwards.
 
 Two kernels with one signature. ``Flash`` is PyTorch's own, on CPU and CUDA; it takes grouped heads as they are and
-never holds the scores. ``Blocks`` is plain PyTorch for what flash lacks (soft-capped scores, other dtypes, values of
-another size), a block of keys at a time: at most ``BLOCK_BYTES`` of scores.
+never holds the scores. ``Blocks`` is plain PyTorch for what flash lacks (soft-capped scores, dropped weights, other
+dtypes, values of another size), a block of keys at a time: at most ``BLOCK_BYTES`` of scores.
 
 Log-sum-exps make stretches independent: outputs of several stretches are merged by them, and backward, given the
 merged output and log-sum-exp, is exact for each stretch alone.
@@ -10,11 +10,12 @@ merged output and log-sum-exp, is exact for each stretch alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from narrowboat.memory.dropout import Draw
 from narrowboat.memory.layout import Sight
 
 BLOCK_BYTES = 32 * 2**20
@@ -25,11 +26,34 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of queries and keys."""
+    """How scores are made of queries and keys, and which of attention's weights are dropped.
+
+    Attributes:
+        scale: by which products are multiplied.
+        softcap: scores are ``softcap * tanh(scores / softcap)``, or None.
+        window: keys that a query looks back at, its own included; None is all.
+        drops: what is dropped, of the rows that the scores are of.
+        place: of the first query and of the first key in the row.
+    """
 
     scale: float
     softcap: float | None = None
     window: int | None = None
+    drops: Draw | None = None
+    place: tuple[int, int] = (0, 0)
+
+    def at(self, rows: slice, query: int, key: int) -> Scores:
+        """For some rows, the first query and the first key of which stand at these places."""
+        if self.drops is None:
+            return self
+        return replace(self, drops=self.drops.of_rows(rows), place=(query, key))
+
+    def kept(self, num_heads: int, num_queries: int, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+        """By what the weights of keys ``start`` to ``stop`` are multiplied: ``[rows, heads, queries, keys]``."""
+        assert self.drops is not None
+        query, key = self.place
+        drawn = self.drops.weights(num_heads, (query, query + num_queries), (key + start, key + stop), like.device)
+        return self.drops.scaled(drawn, like.dtype)
 
 
 class Kernel(Protocol):
@@ -57,7 +81,7 @@ class Kernel(Protocol):
 def kernel_for(q: torch.Tensor, v: torch.Tensor, scores: Scores) -> Kernel:
     """The fastest kernel that can do it."""
     same_size = q.shape[-1] == v.shape[-1]
-    if scores.softcap is None and same_size:
+    if scores.softcap is None and scores.drops is None and same_size:
         if q.device.type == "cpu":
             return FlashCPU()
         fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
@@ -168,7 +192,10 @@ class Blocks:
             total = torch.logaddexp(lse, block_lse)
             seen = torch.where(total == -torch.inf, 0.0, total)  # a query that sees nothing yet
             out.mul_(torch.exp(lse - seen)[..., None])
-            out += torch.exp(s - seen[..., None]) @ v[:, :, None, start:stop].to(s.dtype)
+            p = torch.exp(s - seen[..., None])
+            if scores.drops is not None:
+                p *= self._kept(q5, start, stop, scores)
+            out += p @ v[:, :, None, start:stop].to(s.dtype)
             lse = total
         return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
@@ -192,8 +219,13 @@ class Blocks:
         for start, stop in self._blocks(q, k):
             s, slope = self._scores(q5, k, start, stop, sight, scores)
             p = torch.exp(s - lse5)
-            dv[:, :, start:stop] = (p.transpose(-1, -2) @ g5).sum(2)
-            ds = p * (g5 @ v[:, :, None, start:stop].to(p.dtype).transpose(-1, -2) - delta)
+            dp = g5 @ v[:, :, None, start:stop].to(p.dtype).transpose(-1, -2)
+            used = p
+            if scores.drops is not None:
+                kept = self._kept(q5, start, stop, scores)
+                used, dp = p * kept, dp * kept
+            dv[:, :, start:stop] = (used.transpose(-1, -2) @ g5).sum(2)
+            ds = p * (dp - delta)
             if slope is not None:
                 ds *= slope
             ds *= scores.scale
@@ -205,6 +237,11 @@ class Blocks:
     def _grouped(t: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         wide = torch.float64 if t.dtype == torch.float64 else torch.float32
         return t.unflatten(1, (k.shape[1], -1)).to(wide)
+
+    @staticmethod
+    def _kept(q5: torch.Tensor, start: int, stop: int, scores: Scores) -> torch.Tensor:
+        heads = q5.shape[1:3]
+        return scores.kept(heads[0] * heads[1], q5.shape[3], start, stop, q5).unflatten(1, heads)
 
     @staticmethod
     def _blocks(q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:

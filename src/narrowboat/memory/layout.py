@@ -9,7 +9,7 @@ is ever larger than piece x (window + piece).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, pairwise
 
@@ -98,6 +98,10 @@ class Layout:
             rows.append(tuple(pairwise(cuts)))
         return cls(num_tokens, tuple(rows))
 
+    def in_groups(self, size: int, shift: int = 0) -> Layout:
+        """Documents cut into groups of ``size`` tokens, the first of which is ``shift`` tokens shorter."""
+        return replace(self, rows=tuple(tuple(_groups(row, size, shift)) for row in self.rows))
+
     def pieces(self, start: int, stop: int, window: int | None = None) -> Iterator[Piece]:
         """The pieces of the tile ``start`` to ``stop``; rows with the same documents go together."""
         first = 0
@@ -122,6 +126,12 @@ def _document_pieces(rows: slice, begin: int, start: int, stop: int, window: int
     for low in range(start, stop, size):
         high = min(low + size, stop)
         yield Piece(rows, low, high, (Stretch(max(begin, low - window + 1), high, Sight.WINDOW),))
+
+
+def _groups(documents: tuple[Span, ...], size: int, shift: int) -> Iterator[Span]:
+    for start, stop in documents:
+        cuts = [start, *range(start + size - shift, stop, size), stop]
+        yield from ((a, b) for a, b in pairwise(cuts) if a < b)
 
 
 def _spans(lengths: Sequence[int]) -> tuple[Span, ...]:

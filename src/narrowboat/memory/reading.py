@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from narrowboat.memory.kernels import Scores
-from narrowboat.memory.tile import Tile
+from narrowboat.memory.layout import Span
 from narrowboat.owner.inputs import Room, Store
 
 
@@ -45,7 +45,7 @@ class Past:
         self._now, self.num_coming = (keys, values), keys.shape[2]
         self.hand_on(is_last_use=True)
 
-    def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Tile, scores: Scores) -> None:
+    def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Span, scores: Scores) -> None:
         """Nothing is chosen, so nothing is watched."""
 
     def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -8,66 +8,52 @@ is held, and the second one lasts as long as its backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from narrowboat.memory.layer_call import LayerCall
-from narrowboat.owner.inputs import Held, Store
+from narrowboat.memory.layer_call import LayerCall, Tensors
+from narrowboat.owner.inputs import Store
 
 
-def recompute_layer(x: torch.Tensor, call: LayerCall, store: Store) -> tuple[torch.Tensor, ...]:
-    """Run a layer and forget its insides.
+def recompute_layer(call: LayerCall, store: Store) -> list[torch.Tensor]:
+    """Run a layer and forget its insides: its outputs.
 
     Args:
-        x: ``[batch, tokens, hidden]``.
         call: the layer.
         store: takes its input.
-
-    Returns:
-        The same shape as ``x``, and whatever ``call.collect`` gives.
     """
     if not torch.is_grad_enabled():
-        return _run(call, x)
+        return _run(call, call.inputs)
     parameters = [p for p in call.layer.parameters() if p.requires_grad]
-    return _Recompute.apply(x, call, store, len(call.learning), *call.learning, *parameters)
+    return list(_Recompute.apply(call, store, len(call.inputs), *call.inputs, *parameters))
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, call, store, num_arguments, *others):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, call: LayerCall, store: Store, num_inputs: int, *given: torch.Tensor) -> Any:
+        inputs = given[:num_inputs]
         if any(ctx.needs_input_grad):
-            ctx.held = store.put(x, lambda x: _run(call, x)[0])
-            ctx.call, ctx.num_arguments, ctx.num_others = call, num_arguments, len(others)
-        return _run(call, x)
+            further = list(inputs[1:])
+            ctx.held = store.put(inputs[0], lambda x: _run(call, [x, *further])[0])
+            ctx.call, ctx.further = call, further
+            ctx.set_materialize_grads(False)
+        return tuple(_run(call, inputs))
 
     @staticmethod
-    def backward(ctx, *seeds):  # type: ignore[no-untyped-def]
-        call, held = ctx.call, ctx.held
-        ctx.call = ctx.held = None
+    def backward(ctx: Any, *seeds: torch.Tensor | None) -> Any:
+        call, held, further = ctx.call, ctx.held, ctx.further
+        ctx.call = ctx.held = ctx.further = None
+        needs = ctx.needs_input_grad[3:]
         with call.visit():
-            grads = _again(call, held, ctx.needs_input_grad[0], ctx.num_arguments, seeds)
+            inputs = [held.tile(0, call.num_tokens), *further]
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=False)]
+            grads = call.whole_backward(leaves, seeds)
         held.release()
-        return grads[0], None, None, None, *grads[1:]
+        return None, None, None, *grads
 
 
-def _run(call: LayerCall, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _run(call: LayerCall, inputs: Tensors) -> list[torch.Tensor]:
     """Without a graph."""
     with torch.no_grad(), call.visit():
-        return (call.whole(x), *call.collect())
-
-
-def _again(
-    call: LayerCall, held: Held, needs_input_grad: bool, num_arguments: int, seeds: Sequence[torch.Tensor | None]
-) -> list[Any]:
-    """The gradients of the input, of arguments that learn, and of the layer's trainable parameters."""
-    leaf = held.tile(0, call.num_tokens).detach().requires_grad_(needs_input_grad)
-    arguments = [t.detach().requires_grad_() for t in call.learning]
-    assert len(arguments) == num_arguments
-    with torch.enable_grad():
-        out = [call.whole(leaf, arguments), *call.collect()]
-    pairs = [(o, s) for o, s in zip(out, seeds, strict=True) if s is not None and o.requires_grad]
-    wanted = [t for t in (leaf, *arguments, *call.layer.parameters()) if t.requires_grad]
-    found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
-    return [*found] if needs_input_grad else [None, *found]
+        return call.whole(inputs)

@@ -11,11 +11,10 @@ Memory is that of full attention in flash kernels. Another result than full atte
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.layout import Layout, Span
+from narrowboat.memory.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -39,24 +38,11 @@ class Scheme:
                 "Shifted sparse attention needs two key/value heads or more; use attention.scheme: window."
             )
         return [
-            (slice(0, half), _grouped(layout, self.window, self.window // 2)),
-            (slice(half, num_kv_heads), _grouped(layout, self.window, 0)),
+            (slice(0, half), layout.in_groups(self.window, self.window // 2)),
+            (slice(half, num_kv_heads), layout.in_groups(self.window)),
         ]
 
 
 def scheme_of(name: str, window: int) -> Scheme | None:
     """What ``attention.scheme`` names; None is full attention."""
     return None if name == "full" else Scheme(window, is_shifted=name == "shifted")
-
-
-def _grouped(layout: Layout, size: int, shift: int) -> Layout:
-    """Documents cut into groups of ``size`` tokens, the first of which is ``shift`` tokens shorter."""
-    return replace(layout, rows=tuple(tuple(_groups(row, size, shift)) for row in layout.rows))
-
-
-def _groups(documents: tuple[Span, ...], size: int, shift: int) -> list[Span]:
-    groups = []
-    for start, stop in documents:
-        cuts = [start, *range(start + size - shift, stop, size), stop]
-        groups += [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
-    return groups

@@ -1,214 +1,228 @@
-"""A tile on its way through a layer, and what attention leaves in it: keys, values, outputs, and their gradients.
+"""A tile on its way through a layer: its cache, its attention mask, and what ties it to the tiles before and after.
 
-Keys and values lie in buffers over the whole row and are written in place, tile after tile; nothing is concatenated.
-Backwards, tiles go from last to first: each adds to a second pair of buffers what flows into earlier keys and values,
-and the earlier tiles pick it up when their turn comes.
+A layer hands keys, values and states to what it takes for transformers' cache, and gets back what attention shall see:
+its own ones, where attention is ours and finds the earlier ones in their buffers, or all of them joined, where the
+layer goes on with them as it likes. What it gets of earlier tiles are leaves of its graph, so that autograd says what
+flows into them. Exact; joined keys are copied once a tile.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import copy
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from narrowboat.errors import AnatomyError
-from narrowboat.memory.kernels import Scores
+from narrowboat.memory.autocast import common_format
+from narrowboat.memory.dropout import Draw
 from narrowboat.memory.layout import Layout
+from narrowboat.memory.past import KeysValues, Outputs, Past
 from narrowboat.memory.schemes import Scheme
-from narrowboat.owner.causes import KEYS_VALUES, cause
-from narrowboat.owner.inputs import Room, Store
-
-
-class Link(Protocol):
-    """Ties a segment's keys and values to those of the segments before and after it."""
-
-    num_carried: int
-
-    def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the carried tokens in front."""
-
-    def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Tile, scores: Scores) -> None:
-        """Hears what attention of ``tile`` was made of."""
-
-    def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Add what later segments want changed to the gradients, which are zero."""
-
-    def end(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take the gradients of the carried tokens, now that they are whole."""
-
-
-class KeysValues:
-    """One layer's keys and values over whole rows, and their gradients.
-
-    ``keys`` and ``values`` are ``[batch, kv heads, tokens, head size]``, of which the first ``num_filled`` tokens are
-    there. Gradients of half-precision keys are gathered in fp32: hundreds of tiles add to them, and rounding each sum
-    would lose what a single kernel keeps.
-    """
-
-    def __init__(self, num_tokens: int, link: Link | None = None) -> None:
-        self.num_tokens, self.link = num_tokens, link
-        self.num_filled = 0 if link is None else link.num_carried
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
-        self._grads: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-        """Those of whole rows, as they were kept."""
-        made = cls(keys.shape[2])
-        made.num_filled, made.keys, made.values = keys.shape[2], keys, values
-        return made
-
-    def write(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Take a tile's keys and values, unless they are there already."""
-        stop = start + keys.shape[2]
-        if stop <= self.num_filled:
-            return
-        with torch.no_grad(), cause(KEYS_VALUES):
-            if self.keys is None or self.values is None:
-                self.keys = keys.new_empty(*keys.shape[:2], self.num_tokens, keys.shape[3])
-                self.values = values.new_empty(*values.shape[:2], self.num_tokens, values.shape[3])
-                if self.link is not None:
-                    self.link.fill(self.keys, self.values)
-            self.keys[:, :, start:stop], self.values[:, :, start:stop] = keys, values
-        self.num_filled = stop
-
-    @property
-    def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of keys and values gathered so far; zero at first."""
-        if self._grads is None:
-            assert self.keys is not None and self.values is not None
-            with cause(KEYS_VALUES):
-                self._grads = zeros_wide(self.keys), zeros_wide(self.values)
-                if self.link is not None:
-                    self.link.begin(*self._grads)
-        return self._grads
-
-    def tile_done(self, start: int) -> None:
-        """The tile that starts there is through its backward; after the first one all gradients are whole."""
-        if self.link is not None and self._grads is not None and start == self.link.num_carried:
-            self.link.end(*self._grads)
-            self._grads = None
-
-
-class SomeHeads:
-    """Some heads of a layer's keys and values."""
-
-    link = None
-
-    def __init__(self, whole: KeysValues, heads: slice) -> None:
-        self._whole, self._heads = whole, heads
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """See ``KeysValues``."""
-        return None if self._whole.keys is None else self._whole.keys[:, self._heads]
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """See ``KeysValues``."""
-        return None if self._whole.values is None else self._whole.values[:, self._heads]
-
-    @property
-    def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``KeysValues``."""
-        keys, values = self._whole.grads
-        return keys[:, self._heads], values[:, self._heads]
-
-    def tile_done(self, start: int) -> None:
-        """Nothing is carried where attention is sparse."""
-
-
-class Outputs:
-    """A layer's attention outputs and their log-sum-exps, left by the forward pass: backward need not attend again."""
-
-    def __init__(self, store: Store, num_tokens: int) -> None:
-        self._store, self._num_tokens = store, num_tokens
-        self._rooms: list[Room] = []
-
-    def write(self, start: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Take a tile's ``[batch, heads, tile, size]`` and ``[batch, heads, tile]``."""
-        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-        if not self._rooms:
-            self._rooms = [self._store.room(t, self._num_tokens) for t in (out, lse)]
-        for room, part in zip(self._rooms, (out, lse), strict=True):
-            room.write(start, part)
-
-    def read(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give them back, as copies that may become part of a graph."""
-        out, lse = (room.tile(start, stop).clone(memory_format=torch.contiguous_format) for room in self._rooms)
-        return out.transpose(1, 2), lse.transpose(1, 2)
-
-    def release(self) -> None:
-        """They are not needed any more."""
-        for room in self._rooms:
-            room.release()
 
 
 class HandedOver(Exception):
-    """Raised by a tile once a layer has handed over its keys and values and nothing more is wanted of it."""
+    """Raised by a tile once a layer has handed over all that later tiles need, and nothing more is wanted of it."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where a tile's graph meets those of other tiles.
+
+    Attributes:
+        earlier: leaves that earlier tiles made, each with what takes its gradient.
+        handed: what later tiles read, each with what gives the gradient that they left for it.
+    """
+
+    earlier: list[tuple[torch.Tensor, Callable[[torch.Tensor | None], None]]]
+    handed: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None]]]
 
 
 class Tile:
     """Tokens ``start`` to ``stop`` of a micro-batch on their way through a layer.
 
-    A layer gets it twice: as its cache, where it leaves its keys and values, and as its attention mask, by which
-    ``attend`` learns what the queries may see.
-
     Args:
         layout: the micro-batch's documents.
         start, stop: the tile's tokens.
-        keys_values: where the layer's keys and values gather; None for whole rows.
-        stop_at_keys: raise ``HandedOver`` once they are there.
+        past: where the layer's keys, values and states gather; None for whole rows.
         outputs: where attention leaves its outputs, or with ``again`` takes them from.
         again: whether the tile is recomputed for backward.
+        joins: whether the layer gets all keys so far, and not its own alone.
+        num_writes: raise ``HandedOver`` after so many; 0 goes on to the end.
+        scheme: of attention that is not full.
+        draws: gives what is to be dropped of attention's weights with some probability; None drops nothing.
     """
 
     is_compileable = False
-    scheme: Scheme | None = None
 
     def __init__(
         self,
         layout: Layout,
         start: int,
         stop: int,
-        keys_values: KeysValues | None,
-        stop_at_keys: bool = False,
+        past: Past | None = None,
         outputs: Outputs | None = None,
         again: bool = False,
+        joins: bool = False,
+        num_writes: int = 0,
+        scheme: Scheme | None = None,
+        draws: Callable[[float], Draw] | None = None,
     ) -> None:
-        self.layout, self.start, self.stop = layout, start, stop
-        self.keys_values: KeysValues | SomeHeads | None = keys_values
-        self.outputs, self.again = outputs, again
-        self._stop_at_keys = stop_at_keys
-        self._handed_over: torch.Tensor | None = None
+        self.layout, self.start, self.stop, self.past = layout, start, stop, past
+        self.outputs, self.again, self.scheme = outputs, again, scheme
+        self.ends = Ends([], [])
+        self.num_written = 0
+        self.was_attended = False
+        self._joins, self._num_writes, self._draws = joins, num_writes, draws
+        self._own: list[tuple[torch.Tensor, torch.Tensor, KeysValues]] = []
+        self._states: dict[Hashable, torch.Tensor] = {}
 
-    def of_heads(self, heads: slice, layout: Layout) -> Tile:
-        """The same tokens for some key/value heads, with what these see."""
-        tile = Tile(layout, self.start, self.stop, None)
-        if isinstance(self.keys_values, KeysValues):
-            tile.keys_values = SomeHeads(self.keys_values, heads)
-        return tile
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int = 0, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the tile's keys and values, ``[batch, ..., tile, size]``; give back what attention shall see."""
+        if self.past is None:
+            return keys, values
+        keys, values = common_format(keys, values)
+        kept = self.past.kept(layer_idx)
+        kept.write(keys, values, self.start)
+        self._wrote()
+        if not self._joins:
+            self._own.append((keys, values, kept))
+            return keys, values
+        return self._joined(kept, 0, keys), self._joined(kept, 1, values)
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Transformers' cache interface: take the tile's keys and values, give back what attention shall see."""
-        if isinstance(self.keys_values, KeysValues):
-            self.keys_values.write(keys, values, self.start)
-        if self._stop_at_keys:
-            raise HandedOver
-        self._handed_over = keys
-        return keys, values
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int = 0) -> torch.Tensor:
+        """Take keys by which other keys are chosen; give back all so far."""
+        if self.past is None:
+            return keys
+        kept = self.past.kept(("indexer", layer_idx))
+        kept.write(keys, keys[..., :0], self.start)
+        self._wrote()
+        return self._joined(kept, 0, keys)
+
+    def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
+        """The last inputs of a convolution, ``[batch, channels, inputs]``; None at a row's start."""
+        return self._state(("convolution", layer_idx, state_idx))
+
+    def update_conv_state(
+        self,
+        inputs: torch.Tensor,
+        layer_idx: int = 0,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Take a convolution's inputs; give them back behind those that came before."""
+        name = ("convolution", layer_idx, state_idx)
+        before = self._state(name)
+        joined = inputs if before is None else torch.cat([before.to(inputs.dtype), inputs], -1)
+        self._hand_on(name, joined[..., -(conv_kernel_size or inputs.shape[-1]) :])
+        return joined
+
+    def get_recurrent_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
+        """A recurrence's state; None at a row's start."""
+        return self._state(("recurrence", layer_idx, state_idx))
+
+    def update_recurrent_state(
+        self, state: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Take a recurrence's state after the tile's last token."""
+        self._hand_on(("recurrence", layer_idx, state_idx), state)
+        return state
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Whether there are earlier tiles."""
+        return self.past is not None and any(self.start in state.at for state in self.past.states.values())
+
+    def is_recording_past(self, *_: Any) -> bool:
+        """Whether a single token is to be treated like many."""
+        return True
 
     def get_seq_length(self, *_: Any) -> int:
-        """Transformers' cache interface: how many tokens came before."""
+        """How many tokens came before."""
         return self.start
 
-    def check(self, keys: torch.Tensor) -> None:
-        """Refuse a layer whose attention sees other keys than it left in the cache."""
-        if self.keys_values is not None and self._handed_over is not keys:
-            raise AnatomyError("A layer's attention uses other keys than it hands to its cache; it cannot be tiled.")
+    def get_query_offset(self, *_: Any) -> int:
+        """The first token's place."""
+        return self.start
 
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """How many keys a mask is to have, and the place of the first."""
+        return self.stop, 0
 
-def zeros_wide(t: torch.Tensor) -> torch.Tensor:
-    """Zeros like ``t``, in fp32 or better."""
-    return torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
+    def buffer_of(self, keys: torch.Tensor, values: torch.Tensor) -> KeysValues | None:
+        """Where ``keys`` and ``values``, which attention was given, lie among all others; None if they are all.
+
+        Raises:
+            AnatomyError: they are not those that the layer handed over.
+        """
+        self.was_attended = True
+        for own_keys, own_values, kept in self._own:
+            if own_keys is keys and own_values is values:
+                return kept
+        is_row = self.past is None or keys.shape[-2] == self.stop
+        if self._own or not is_row:
+            raise AnatomyError(
+                "A layer's attention uses other keys or values than it hands to its cache; it cannot be tiled."
+            )
+        return None
+
+    def without_outputs(self) -> Tile:
+        """The same for some heads of attention, whose outputs are not kept."""
+        tile = copy.copy(self)
+        tile.outputs = None
+        return tile
+
+    def draw(self, p: float) -> Draw | None:
+        """What attention drops of its weights with probability ``p``."""
+        return None if p == 0.0 or self._draws is None else self._draws(p)
+
+    def _wrote(self) -> None:
+        self.num_written += 1
+        if self.num_written == self._num_writes:
+            raise HandedOver
+
+    def _joined(self, kept: KeysValues, which: int, own: torch.Tensor) -> torch.Tensor:
+        """All keys, or values, up to the tile's end."""
+        start, stop = self.start, self.stop
+
+        def gathered() -> torch.Tensor:
+            return kept.grads[which][..., start:stop, :].to(own.dtype)
+
+        def gather(gradient: torch.Tensor | None) -> None:
+            if gradient is not None:
+                kept.grads[which][..., :start, :] += gradient
+
+        if own.requires_grad:
+            self.ends.handed.append((own, gathered))
+        if start == 0:
+            return own
+        return torch.cat([self._leaf(kept.both[which][..., :start, :], gather), own], -2)
+
+    def _state(self, name: Hashable) -> torch.Tensor | None:
+        if self.past is None or self.start not in self.past.state(name).at:
+            return None
+        state = self.past.state(name)
+        if name not in self._states:
+            self._states[name] = self._leaf(state.at[self.start], partial(setattr, state, "grad"))
+        return self._states[name]
+
+    def _hand_on(self, name: Hashable, value: torch.Tensor) -> None:
+        if self.past is None:
+            return
+        state = self.past.state(name)
+        self.past.move_on(name, self.stop, value)
+        if value.requires_grad:
+            self.ends.handed.append((value, lambda: state.grad))
+        self._wrote()
+
+    def _leaf(self, value: torch.Tensor, take: Callable[[torch.Tensor | None], None]) -> torch.Tensor:
+        """``value``, of earlier tiles, as a leaf of this one's graph, if there is one."""
+        leaf = value.detach()
+        if torch.is_grad_enabled() and leaf.is_floating_point():
+            self.ends.earlier.append((leaf.requires_grad_(), take))
+        return leaf

@@ -19,13 +19,14 @@ from narrowboat.errors import ModelError
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.extras import quiet
 from narrowboat.machine.precision import name_of
+from narrowboat.model.adaptable import unadaptable
 from narrowboat.model.anatomy import Anatomy, bare
 from narrowboat.model.masters import HALF, keep_masters
 from narrowboat.model.products import speed_up
 from narrowboat.model.quantize import make_trainable
 from narrowboat.model.ranks import ranks_by_module, table
 from narrowboat.model.starts import start_as_main_directions, start_as_quantisation_error
-from narrowboat.model.targets import ALL_LINEAR, for_peft, matching, refuse_unmatched
+from narrowboat.model.targets import ALL_LINEAR, for_peft, is_linear, matching, refuse_unadaptable, refuse_unmatched
 from narrowboat.options.schema import LoraOptions
 
 
@@ -61,6 +62,9 @@ def adapt(
     whole = {target: matching(model, target) for target in options.modules_to_save}
     refuse_unmatched(model, matches, "lora.targets")
     refuse_unmatched(model, whole, "lora.modules_to_save")
+    refuse_unadaptable(model, matches)
+    if ALL_LINEAR in options.targets:
+        _tell_what_is_left_out(model, tell)
     carrying = list(dict.fromkeys(name for names in matches.values() for name in names))
     differing = ranks_by_module(model, carrying, options, anatomy)
     if differing:
@@ -85,7 +89,6 @@ def adapt(
                 f"{num_cast:,} weights that are trained whole have float32 masters; {half} is too coarse to learn in."
             )
         )
-    _tell_what_is_left_out(model, options, tell)
     trainable = [p for p in adapted.parameters() if p.requires_grad]
     return Adapted(
         model=adapted,
@@ -142,9 +145,16 @@ def idle_adapters(model: nn.Module) -> list[str]:
     return [name for name, has_moved in zip(weights, moved, strict=True) if not has_moved]
 
 
-def _tell_what_is_left_out(model: nn.Module, options: LoraOptions, tell: Tell) -> None:
+def _tell_what_is_left_out(model: nn.Module, tell: Tell) -> None:
     """Mixtures of experts keep their experts in three-dimensional weights, which are no linear layers."""
-    experts = [p for name, p in model.named_parameters() if p.dim() == 3 and "lora_" not in name]
-    if ALL_LINEAR in options.targets and experts:
+    experts = [p for p in model.parameters() if p.dim() == 3]
+    if experts:
         share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
         tell(Notice(f"all-linear gives no adapter to {len(experts)} expert weights, {share:.0%} of the model"))
+    linears = [name for name, module in model.named_modules() if is_linear(module)]
+    left_out = unadaptable(model, linears)
+    for reason in dict.fromkeys(left_out.values()):
+        names = [name for name in left_out if left_out[name] == reason]
+        tell(
+            Notice(f"all-linear gives no adapter to {len(names)} linear layers that {reason}; the first is {names[0]}")
+        )

@@ -1,4 +1,4 @@
-"""The frozen base model and its tokenizer, from a folder, a hub or the cache; or without weights, for forecasts.
+"""The frozen base model and its tokenizer, from a folder, a hub or the cache.
 
 Everything that can be refused is refused before a weight is read: the same model is first built empty, which takes
 milliseconds and no memory. Weights are mapped from their file and cast one tensor at a time, so loading peaks at the
@@ -15,21 +15,20 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
-from narrowboat.errors import ModelError, OutOfMemory, cut, did_you_mean
+from narrowboat.errors import ModelError, OutOfMemory, cut, did_you_mean, first_line
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.extras import quiet
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import Precision, name_of
 from narrowboat.model import embedded, outside
-from narrowboat.model.anatomy import Anatomy
+from narrowboat.model.classes import auto_class, class_and_config, leave_out_towers
+from narrowboat.model.empty import empty_base
 from narrowboat.model.loading import Taker, one_at_a_time
-from narrowboat.model.packed import pack
-from narrowboat.model.quantize import describe_quantised, quantization_config, refuse_quantised_twice
-from narrowboat.options.schema import ModelOptions, Quantize
+from narrowboat.model.quantize import describe_quantised, quantization_config
+from narrowboat.options.schema import ModelOptions
 from narrowboat.units import format_bytes
 
 FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -90,8 +89,10 @@ def load_base(
             f"{format_bytes(free)} are free on {describe_device(device)}. Take a smaller model, or free the card."
         ) from None
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        raise ModelError(f"{options.name}: its weights cannot be loaded: {_first_line(error)}") from None
+        raise ModelError(f"{options.name}: its weights cannot be loaded: {first_line(error)}") from None
     _refuse_missing(options.name, found, tell)
+    if towers := leave_out_towers(model):
+        tell(Notice(f"{options.name}: text is trained alone, so {', '.join(towers)} takes no memory."))
     if options.quantize != "none":
         tell(Notice(f"{options.name}: {describe_quantised(model)}."))
     model.config.use_cache = False
@@ -102,12 +103,13 @@ def _load(folder: Path, taker: Taker | None, settings: dict[str, Any]) -> tuple[
     """The model in ``folder``, and what transformers says of its weights, of which nothing is refused here."""
     settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     files = [folder / file for file in weight_files(folder)]
+    auto: Any = auto_class(settings["config"])
     if taker is None:
-        return AutoModelForCausalLM.from_pretrained(str(folder), **settings)
+        return auto.from_pretrained(str(folder), **settings)
     with one_at_a_time(files, settings["dtype"], taker) as weights:
         if weights is None:
-            return AutoModelForCausalLM.from_pretrained(str(folder), **settings)
-        kind = AutoModelForCausalLM._model_mapping[type(settings["config"])]
+            return auto.from_pretrained(str(folder), **settings)
+        kind, settings["config"] = class_and_config(settings["config"])
         model, found = kind.from_pretrained(None, state_dict=weights, **settings)
     model.name_or_path = model.config.name_or_path = str(folder)  # an adapter remembers it
     if model.can_generate() and (folder / GENERATION).exists():
@@ -163,7 +165,7 @@ def model_folder(name: str, tell: Tell) -> Path:
     try:
         return Path(snapshot_download(source, ignore_patterns=["*.gguf", "*.bin", "*.pt", "*.pth"]))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: its files cannot be fetched: {_first_line(error)}") from None
+        raise ModelError(f"{name}: its files cannot be fetched: {first_line(error)}") from None
 
 
 def hush_transformers() -> None:
@@ -192,10 +194,10 @@ def load_config(name: str, tell: Tell, trusted: bool = False) -> Any:
     except Exception as error:  # a configuration is anybody's, and so is what its classes make of it
         outside.refuse_code(name, error)
         kind = "its configuration cannot be loaded" if Path(source).is_dir() else "no folder here, and no hub gives it"
-        raise ModelError(f"{name}: {kind}: {_first_line(error)}") from None
+        raise ModelError(f"{name}: {kind}: {first_line(error)}") from None
     stated = [str(kind) for kind in getattr(config, "architectures", None) or []]
     causal = [kind for kind in stated if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
-    if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder or (stated and not causal):
+    if auto_class(config) is None or config.is_encoder_decoder or (stated and not causal):
         kind = cut(", ".join(stated) or config.model_type)
         raise ModelError(
             f"{name}: {kind} is not a causal language model; Narrowboat trains models that predict the next token"
@@ -216,7 +218,7 @@ def load_tokenizer(name: str, tell: Tell, trusted: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
     except Exception as error:  # the tokenizers library raises bare Exceptions for files it cannot parse
         outside.refuse_code(name, error)
-        raise ModelError(f"{name}: its tokenizer cannot be loaded: {_first_line(error)}") from None
+        raise ModelError(f"{name}: its tokenizer cannot be loaded: {first_line(error)}") from None
 
 
 def check_weights(name: str, tell: Tell) -> None:
@@ -239,49 +241,6 @@ def check_weights(name: str, tell: Tell) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path}, {path.stat().st_size:,} bytes: cannot be read: {error}") from None
-
-
-def empty_base(config: Any, dtype: torch.dtype, name: str = "", quantize: Quantize = "none") -> Any:
-    """The model that ``load_base`` would load, with its tensors on ``meta``: 0.1 s for 8 billion weights.
-
-    Raises:
-        ModelError: transformers cannot build it, or its attention looks at later tokens.
-        AnatomyError: its parts were not found.
-    """
-    name = name or config.model_type
-    refuse_quantised_twice(config, quantize, name)
-    attention = "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except Exception as error:  # of whatever its configuration makes of transformers' classes
-        raise ModelError(f"{name}: transformers cannot build it: {_first_line(error)}") from None
-    looks_back_only = [part.is_causal for part in model.modules() if hasattr(part, "is_causal")]
-    if looks_back_only and not any(looks_back_only):  # a tower for pictures may look both ways
-        raise ModelError(
-            f"{name}: its {len(looks_back_only)} attention modules look at later tokens: it is an encoder; Narrowboat "
-            "trains models that predict the next token"
-        )
-    pack(model, quantize, Anatomy.of(model).head)
-    model.config.use_cache = False
-    return model
-
-
-def give_fake_tensors(model: nn.Module) -> None:
-    """Inside ``with FakeTensorMode():``, put fake CPU tensors in the place of those on ``meta``.
-
-    Then a step can be run and metered. Comes after ``adapt``: PEFT moves its weights about, which fake tensors do not
-    allow. What is tied stays tied.
-    """
-    fakes: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, tensor.requires_grad)
-                    tensors[name] = fakes.setdefault(id(tensor), fake)  # type: ignore[assignment]
 
 
 def as_folder(name: str) -> Path:
@@ -337,7 +296,3 @@ def _refuse_missing(name: str, found: dict[str, Any], tell: Tell) -> None:
             raise ModelError(f"{name}: {len(keys)} of its weights are {what}; first {first}. Is it a whole checkpoint?")
     if unused := found["unexpected_keys"]:
         tell(Notice(f"{name}: {len(unused)} tensors of its files belong to no part of the model; first {min(unused)}"))
-
-
-def _first_line(error: Exception) -> str:
-    return cut((str(error).strip() or type(error).__name__).splitlines()[0])

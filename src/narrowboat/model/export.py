@@ -27,8 +27,9 @@ from narrowboat.machine.hardware import host_memory
 from narrowboat.machine.tensor_files import NAMES, Kind, header_of, order_of, values_of
 from narrowboat.model import outside
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.base import empty_base, load_config, model_folder, weight_files
+from narrowboat.model.base import load_config, model_folder, weight_files
 from narrowboat.model.changes import Changes
+from narrowboat.model.empty import empty_base
 from narrowboat.model.packed import PackedLinear, pack
 from narrowboat.model.quantize import round_trip
 from narrowboat.options.schema import ModelOptions, Quantize

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from torch import nn
 
 from narrowboat.errors import ModelError, did_you_mean
+from narrowboat.model.adaptable import unadaptable
 from narrowboat.model.anatomy import Anatomy, bare
+from narrowboat.model.classes import LeftOut
 
 ALL_LINEAR = "all-linear"
 REGEX = "re:"
@@ -18,7 +20,9 @@ def matching(model: nn.Module, target: str) -> list[str]:
     """Whole dotted names of the modules that ``target`` names."""
     if target == ALL_LINEAR:
         head = bare(Anatomy.of(model).head)
-        return [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+        linears = [name for name, module in model.named_modules() if is_linear(module) and module is not head]
+        left_out = unadaptable(model, linears)
+        return [name for name in linears if name not in left_out]
     if target.startswith(REGEX):
         try:
             pattern = re.compile(target.removeprefix(REGEX))
@@ -28,7 +32,7 @@ def matching(model: nn.Module, target: str) -> list[str]:
     return [name for name, _ in model.named_modules() if name == target or name.endswith(f".{target}")]
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Plain, quantised (they inherit from ``nn.Linear``) and GPT-2's transposed ``Conv1D``."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
@@ -39,7 +43,7 @@ def refuse_unmatched(model: nn.Module, matches: dict[str, list[str]], option: st
     Raises:
         ModelError: names each that did not, with names that are near.
     """
-    names = [name for name, module in model.named_modules() if _is_linear(module)]
+    names = [name for name, module in model.named_modules() if is_linear(module)]
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     problems = []
     for target in (target for target, found in matches.items() if not found):
@@ -47,6 +51,19 @@ def refuse_unmatched(model: nn.Module, matches: dict[str, list[str]], option: st
         problems.append(f"{option}: {target!r} matches no module" + (near or f". Present are {', '.join(ends)}"))
     if problems:
         raise ModelError("\n".join(problems))
+
+
+def refuse_unadaptable(model: nn.Module, matches: dict[str, list[str]]) -> None:
+    """Every target has to be able to carry an adapter.
+
+    Raises:
+        ModelError: names the first that cannot, and why.
+    """
+    left_out = unadaptable(model, {name for names in matches.values() for name in names})
+    for target, names in matches.items():
+        for name in names:
+            if reason := left_out.get(name):
+                raise ModelError(f"lora.targets: {target!r} matches {name}, one of those that {reason}; leave it out")
 
 
 def _tails(names: Iterable[str], num_parts: int) -> list[str]:
@@ -61,6 +78,8 @@ def for_peft(model: nn.Module, matches: dict[str, list[str]]) -> list[str]:
     whose adapted weights it would write out whole in every forward.
     """
     found = {name for names in matches.values() for name in names}
+    if any(isinstance(module, LeftOut) for module in model.modules()):  # towers are there when it is loaded
+        return sorted(found)
     ends = {name.rpartition(".")[2] for name in found}
     same_end = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
     return sorted(ends if same_end == found else found)

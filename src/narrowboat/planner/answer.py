@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowboat.errors import BudgetError
+from narrowboat.model.anatomy import num_positions
 from narrowboat.options.schema import Options
 from narrowboat.planner.forecast import Forecast
 from narrowboat.planner.search import LENGTH_STEP, Search
@@ -169,7 +170,7 @@ def _lengths(search: Search, num_tokens: int, limits: Limits) -> Iterator[Choice
 
 
 def _notes(search: Search, best: Forecast) -> list[str]:
-    positions = getattr(search.work.config.get_text_config(), "max_position_embeddings", None)
+    positions = num_positions(search.work.config.get_text_config())
     if positions and best.num_tokens > positions:
         return [
             f"{best.num_tokens:,} tokens are more than the model's {positions:,} positions: RoPE scaling by a factor "

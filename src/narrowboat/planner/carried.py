@@ -20,7 +20,7 @@ from narrowboat.engine.engine import Engine
 from narrowboat.errors import BudgetError
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.model.adapters import adapt
-from narrowboat.model.base import empty_base, give_fake_tensors
+from narrowboat.model.empty import empty_base, give_fake_tensors
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import Options
 from narrowboat.owner.meter import Meter, Reading

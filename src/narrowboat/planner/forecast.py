@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from narrowboat.memory import attention
+from narrowboat.memory.trusted import contract_for
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.base import empty_base
+from narrowboat.model.empty import empty_base
 from narrowboat.model.packed import QUANTISING_BYTES, PackedLinear
 from narrowboat.model.ranks import adapters_by_layer, for_some_layers
 from narrowboat.optimizers.build import build_optimizer
@@ -87,7 +88,8 @@ class Forecaster:
         self._base = self._empty()
         self._adapters = adapters_by_layer(self._base, work.options.lora)
         anatomy = Anatomy.of(self._base)
-        self._layers, self.untileable = anatomy.layers, anatomy.untileable_layers
+        self._layers, self.contract = anatomy.layers, contract_for(self._base)
+        self._is_square = any(layer.is_square for layer in self.contract.layers.values())
         self.num_layers = len(self._layers)
         self._rehearsals: dict[tuple[int, ...], Rehearsal] = {}
         self._traces: dict[Any, Trace] = {}
@@ -120,7 +122,7 @@ class Forecaster:
         if not self.work.trains:
             loading = self._loading(total(evaluation.rest, "device"), evaluation.resting_weights)
             phases = {"loading": loading, "evaluation": total(evaluation.peak("device"), "device")}
-            if not self.untileable:  # whose answers go through their own cache
+            if self.contract.reads_on:  # else answers go through their own cache
                 reading = self._whole(near, num_tokens, 1, work=READING)
                 phases["answers"] = total(reading.peak("device"), "device")
             return phases
@@ -181,7 +183,7 @@ class Forecaster:
             everything = whole_sample(len(self._layers), plan)
             return Whole(self._trace(work, everything, num_rows, num_tokens), everything)
         sample = sample_layers(self._layers, plan, self._adapters)
-        if not many:
+        if not many or (self._is_square and plan.layers != "stream"):
             return Whole(self._trace(work, sample, num_rows, num_tokens), sample)
         unit = plan.tile_tokens if plan.layers == "stream" else WHOLE_UNIT
         windows = [w + 2 * unit for layer in self._layers if (w := layer.window) and w < num_tokens]
@@ -214,7 +216,7 @@ class Forecaster:
         lora = for_some_layers(self._base, options.lora, picked)
         adapted = adapt(model, lora, lambda event: None).model
         build = partial(build_optimizer, options.optimizer) if self.work.trains else None
-        return Rehearsal(adapted, build, options.optimizer.clip_norm, self.work.on_card)
+        return Rehearsal(adapted, self.contract, build, options.optimizer.clip_norm, self.work.on_card)
 
 
 def _forecast(whole: Whole, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Forecast:

@@ -6,7 +6,7 @@ memory beside a card; on a CPU, whose device is host memory, the scratch file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 from narrowboat.plan import MemoryPlan, Place
@@ -30,12 +30,12 @@ RUNGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def ladder(on_card: bool, can_stream: bool = True, wanted: Wanted = "auto") -> Iterator[MemoryPlan]:
+def ladder(on_card: bool, refused: Collection[str] = (), wanted: Wanted = "auto") -> Iterator[MemoryPlan]:
     """The rungs for a card or for a CPU; only those whose layers are ``wanted`` if that is not auto.
 
     Args:
         on_card: whether host memory is another memory than the device's.
-        can_stream: whether all layers of the model can be tiled.
+        refused: what layers may not do, since the model would not be right.
         wanted: as ``memory.plan`` has it.
     """
     away: Place = "host" if on_card else "disk"
@@ -44,7 +44,7 @@ def ladder(on_card: bool, can_stream: bool = True, wanted: Wanted = "auto") -> I
     for rung in RUNGS:
         settings |= {name: away if value == "away" else value for name, value in rung.items()}
         plan = MemoryPlan(**settings)
-        skipped = (plan.layers == "stream" and not can_stream) or wanted not in ("auto", plan.layers)
+        skipped = plan.layers in refused or wanted not in ("auto", plan.layers)
         if not skipped and plan != last:
             last = plan
             yield plan

@@ -17,9 +17,11 @@ from torch import nn
 
 from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
+from narrowboat.memory.contract import Contract
 from narrowboat.model.anatomy import Anatomy, text_config
-from narrowboat.model.base import give_fake_tensors
+from narrowboat.model.empty import give_fake_tensors
 from narrowboat.model.leaves import frozen_leaves
+from narrowboat.model.miniature import keep_layers
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.fakes import RememberingFakeMode
 from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Moment, Recorder, Slot, Work
@@ -69,6 +71,7 @@ class Rehearsal:
 
     Args:
         model: on ``meta``, with its adapter.
+        contract: what the whole model asks for.
         build_optimizer: over the model's named parameters; None for a model that only evaluates.
         clip_norm: the engine's.
         on_card: count what a card's operators take for themselves as well.
@@ -77,6 +80,7 @@ class Rehearsal:
     def __init__(
         self,
         model: nn.Module,
+        contract: Contract,
         build_optimizer: Callable[[Any], torch.optim.Optimizer] | None,
         clip_norm: float,
         on_card: bool = False,
@@ -88,7 +92,8 @@ class Rehearsal:
         with self._fakes, self._recorder:
             self._recorder.watch_model(model)
             self._optimizer = build_optimizer(model.named_parameters()) if build_optimizer else None
-            self._engine = Engine(model, self._optimizer, MemoryPlan(layers="keep"), pad_id=0, clip_norm=clip_norm)
+            plan = MemoryPlan(layers="keep")
+            self._engine = Engine(model, self._optimizer, plan, pad_id=0, clip_norm=clip_norm, contract=contract)
             self._engine.__enter__()  # for good: the model is the rehearsal's own
             for _ in range(2 if self._optimizer else 0):  # its states are made, and what could take them back
                 self._work(STEP, self._engine.plan, 1, FIRST_TOKENS)
@@ -177,10 +182,7 @@ def cut_to(model: nn.Module, picked: tuple[int, ...]) -> None:
     owner, _, attribute = name.rpartition(".")
     kept = nn.ModuleList(anatomy.layers[i].module for i in picked)
     setattr(anatomy.causal.get_submodule(owner), attribute, kept)
-    for key in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"):
-        if (kinds := getattr(config, key, None)) is not None:
-            setattr(config, key, [kinds[i] for i in picked])
-    config.num_hidden_layers = len(picked)
+    keep_layers(config, picked)
 
 
 def minus(a: Bytes, b: Bytes) -> Bytes:

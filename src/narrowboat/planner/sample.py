@@ -100,7 +100,7 @@ def _labels(
 
 
 def _kind(layer: DecoderLayer) -> Hashable:
-    parts: list[Any] = [layer.kind, layer.window, layer.obstacle]
+    parts: list[Any] = [layer.kind, layer.window, layer.chunk]
     for name, module in layer.module.named_modules():
         own = tuple((key, tuple(p.shape), p.dtype) for key, p in _tensors(module))
         parts.append((name, type(module), own))

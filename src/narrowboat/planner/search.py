@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
-from narrowboat.errors import BudgetError
+from narrowboat.errors import AnatomyError, BudgetError
 from narrowboat.owner.causes import WORKING_SET
-from narrowboat.plan import MemoryPlan
+from narrowboat.plan import LayerMode, MemoryPlan
 from narrowboat.planner.cost import seconds
 from narrowboat.planner.forecast import Forecast, Forecaster, Workload
 from narrowboat.planner.ladder import Wanted, ladder
@@ -33,8 +34,13 @@ class Search:
     def __init__(self, work: Workload, target: Target, wanted: Wanted = "auto") -> None:
         self.work, self.target = work, target
         self._forecaster = Forecaster(work)
-        can_stream = not self._forecaster.untileable
-        self.rungs = tuple(ladder(target.on_card, can_stream, wanted))
+        refused = self._forecaster.contract.refused
+        self.rungs = tuple(ladder(target.on_card, refused, wanted))
+        if not self.rungs:
+            raise AnatomyError(
+                f"memory.plan: {wanted} does not give right gradients for {work.config.model_type}: "
+                f"{refused[cast(LayerMode, wanted)]}; use memory.plan: auto."
+            )
 
     def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, many: bool = False) -> Forecast:
         """With margin and seconds; ``many`` as for ``Forecaster.forecast``."""

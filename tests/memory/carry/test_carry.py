@@ -14,7 +14,8 @@ from narrowboat.errors import AnatomyError, DataError, OptionError
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.kernels import Scores
 from narrowboat.memory.layout import Layout
-from narrowboat.memory.tile import KeysValues, Tile
+from narrowboat.memory.past import Past
+from narrowboat.memory.tile import Tile
 from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from tests.memory.carry.trains import (
@@ -190,10 +191,10 @@ def test_a_thousand_segments_take_no_more(policy: str, storage: str) -> None:
             for _ in range(num_segments):
                 handover = carrier.handover(carry, 6, hands_on=True)
                 (link,) = handover.links
-                everything = KeysValues(link.num_tokens, link)
-                tile = Tile(Layout.of(1, link.num_tokens), link.num_carried, link.num_tokens, everything)
+                past = Past(link.num_tokens, link)
+                tile = Tile(Layout.of(1, link.num_tokens), link.num_carried, link.num_tokens, past)
                 tile.update(keys, values)
-                link.saw(q, lse, everything.keys, tile, Scores(8**-0.5))
+                link.saw(q, lse, past.kept(0).both[0], (tile.start, tile.stop), Scores(8**-0.5))
                 link.hand_on(is_last_use=True)
                 carry = handover.after
             peaks.append(meter.peak.device_bytes)

@@ -15,6 +15,7 @@ from narrowboat.memory.carry.policy import Policy, Sinks, Window
 from narrowboat.memory.carry.rotation import Rotation
 from narrowboat.memory.carry.scored import Heavy, Lru, Snap, Turns
 from narrowboat.memory.carry.storage import STORAGES, bytes_per_token
+from narrowboat.memory.trusted import contract_for
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.options.schema import CarryOptions
 from narrowboat.units import format_bytes
@@ -51,10 +52,13 @@ class Carrier:
         self, model: torch.nn.Module, options: CarryOptions, device_bytes: int, tell: Tell = lambda event: None
     ) -> None:
         anatomy = Anatomy.of(model)
-        if anatomy.untileable_layers:
+        contract = contract_for(model)
+        others = [layer for layer in anatomy.layers if not contract.of(layer).holds_keys_alone]
+        if others:
             raise AnatomyError(
-                f"carry.policy: {options.policy} cannot serve {len(anatomy.untileable_layers)} layers, which keep no "
-                f"keys and values; the first is {anatomy.untileable_layers[0]}. Use carry.policy: none."
+                f"carry.policy: {options.policy} cannot serve {len(others)} layers, which hold other things of a "
+                f"document than keys and values; the first is {others[0].name} ({type(others[0].module).__name__}). "
+                "Use carry.policy: none."
             )
         self.options = options
         self.rotation = Rotation.of(anatomy) if options.positions == "rebased" else None

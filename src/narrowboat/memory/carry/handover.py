@@ -19,7 +19,7 @@ from narrowboat.memory.carry.policy import ALL_QUERIES, Candidates, Choice, Poli
 from narrowboat.memory.carry.rotation import Rotation
 from narrowboat.memory.carry.storage import Storage
 from narrowboat.memory.kernels import Scores
-from narrowboat.memory.tile import Tile
+from narrowboat.memory.layout import Span
 from narrowboat.owner.causes import CARRY, cause
 from narrowboat.owner.values import has_values
 
@@ -149,7 +149,7 @@ class Handover:
 
 
 class LayerLink:
-    """One layer's ``Link``; see ``attention.Link``."""
+    """One layer's ``Link``."""
 
     def __init__(
         self, segment: _Segment, rules: LayerRules, before: Kept | None, later: tuple[torch.Tensor, Gradients] | None
@@ -185,7 +185,7 @@ class LayerLink:
             carried = self._segment.rotation.turn(carried, self._moved(self._before))
         keys[:, :, : self.num_carried], values[:, :, : self.num_carried] = carried, carried_values
 
-    def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Tile, scores: Scores) -> None:
+    def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Span, scores: Scores) -> None:
         """Watch, in the forward."""
         if self._observation is not None and not self._is_chosen:
             self._observation.add(q, lse, keys, tile, scores)
