@@ -11,7 +11,7 @@ import torch
 
 from narrowboat.errors import MachineError
 from narrowboat.events import Event
-from narrowboat.owner.inputs import Elsewhere, OnDevice, OnHost, Store
+from narrowboat.owner.inputs import Elsewhere, OnDevice, Store
 from narrowboat.owner.places import Disk, Host, map_scratch
 from narrowboat.owner.stride import Strided
 from narrowboat.training.checkpoint import newest_checkpoint
@@ -27,7 +27,7 @@ def quiet(_: Event) -> None:
 
 
 def on_host(device: str = "cpu") -> Store:
-    return OnHost(Host(torch.device(device), quiet))
+    return Elsewhere(Host(torch.device(device), quiet))
 
 
 def on_disk(device: str = "cpu", folder: Path | None = None) -> Store:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,39 @@ class LossOf(Protocol):
     def __call__(self, stretch: Stretch, handover: Handover) -> torch.Tensor: ...
 
 
+@dataclass
+class _Open:
+    """A document that is not at its end yet.
+
+    Attributes:
+        document: its number; -1 for none.
+        carries: by the number of segments gone by: those of the last two steps.
+    """
+
+    document: int = -1
+    carries: dict[int, Carry] = field(default_factory=dict)
+
+    def start(self, train: Train, carrier: Carrier) -> Carry:
+        if train.segment == 0:
+            return carrier.start()
+        known = self.carries if train.document == self.document else {}
+        if train.segment not in known:
+            where = f", {train.source}" if train.source else ""
+            raise DataError(
+                f"Document {train.document}{where}: segment {train.segment} comes, but nothing is carried from segment "
+                f"{train.segment - 1}; a document's segments have to come in their order, without gaps."
+            )
+        return known[train.segment]
+
+    def stop(self, train: Train, carry: Carry) -> None:
+        """Keep what the next step needs, and what this one needs if it is done again."""
+        if train.is_end:
+            self.document, self.carries = -1, {}
+        else:
+            again = {train.segment: self.carries[train.segment]} if train.segment in self.carries else {}
+            self.document, self.carries = train.document, again | {carry.num_segments: carry}
+
+
 class Carrying:
     """Takes trains through a model.
 
@@ -67,8 +100,7 @@ class Carrying:
 
     def __init__(self, carrier: Carrier, device: torch.device) -> None:
         self.carrier, self._device = carrier, device
-        self._document = -1  # that is not at its end yet,
-        self._open: dict[int, Carry] = {}  # and its carry by the number of segments gone by: the last two steps'
+        self._stepped, self._read = _Open(), _Open()  # by steps, and by what looks on meanwhile: evaluations, answers
 
     def num_losses(self, train: Train) -> int:
         """How many losses ``losses`` gives."""
@@ -82,7 +114,7 @@ class Carrying:
         Raises:
             DataError: the train goes on from where nobody has been, or leaves the model's positions.
         """
-        carry = self._start(train)
+        carry = self._stepped.start(train, self.carrier)
         for group, is_learnt in self._groups(train):
             befores: list[Carry] = []
             for stretch in group[:-1] if is_learnt else group:
@@ -109,19 +141,19 @@ class Carrying:
                 )
                 yield loss_of(stretch, handover)
                 later, handed = handover.gradients, before
-        self._stop(train, carry)
+        self._stepped.stop(train, carry)
 
     @torch.no_grad()
     def evaluate(self, train: Train, loss_of: LossOf) -> list[torch.Tensor]:
         """Each segment's loss, in order, without gradients."""
-        carry = self._start(train)
+        carry = self._read.start(train, self.carrier)
         losses = []
         for stretch in self._stretches(train):
             handover = self.carrier.handover(carry, stretch.num_tokens, stretch.follows)
             del carry
             losses.append(loss_of(stretch, handover))
             carry = handover.after
-        self._stop(train, carry)
+        self._read.stop(train, carry)
         return losses
 
     @torch.no_grad()
@@ -129,7 +161,7 @@ class Carrying:
         """Take a document, or what follows where one was left, through ``model``; its last segment stays open, for text
         to be written on.
         """
-        carry = self._start(train)
+        carry = self._read.start(train, self.carrier)
         for number, stretch in enumerate(self._stretches(train), 1):
             is_last = number == len(train.lengths)
             handover = self.carrier.handover(carry, stretch.num_tokens, not is_last, leaves_open=is_last)
@@ -142,40 +174,21 @@ class Carrying:
 
     def state_dict(self) -> dict[str, Any]:
         """The carry of a document in whose middle the last step ended."""
-        return {"document": self._document, "carries": [carry.state() for carry in self._open.values()]}
+        carries = [carry.state() for carry in self._stepped.carries.values()]
+        return {"document": self._stepped.document, "carries": carries}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         carries = [Carry.from_state(carry, self._device) for carry in state["carries"]]
-        self._document, self._open = state["document"], {carry.num_segments: carry for carry in carries}
+        self._stepped = _Open(state["document"], {carry.num_segments: carry for carry in carries})
 
-    def mark(self) -> tuple[int, dict[int, Carry]]:
+    def mark(self) -> tuple[_Open, _Open]:
         """Where it is, for ``go_back``."""
-        return self._document, dict(self._open)
+        return replace(self._stepped), replace(self._read)
 
-    def go_back(self, mark: tuple[int, dict[int, Carry]]) -> None:
+    def go_back(self, mark: tuple[_Open, _Open]) -> None:
         """Be where ``mark`` was taken."""
-        self._document, self._open = mark
-
-    def _start(self, train: Train) -> Carry:
-        if train.segment == 0:
-            return self.carrier.start()
-        known = self._open if train.document == self._document else {}
-        if train.segment not in known:
-            where = f", {train.source}" if train.source else ""
-            raise DataError(
-                f"Document {train.document}{where}: segment {train.segment} comes, but nothing is carried from segment "
-                f"{train.segment - 1}; a document's segments have to come in their order, without gaps."
-            )
-        return known[train.segment]
-
-    def _stop(self, train: Train, carry: Carry) -> None:
-        """Keep what the next step needs, and what this one needs if it is done again."""
-        if train.is_end:
-            self._document, self._open = -1, {}
-        else:
-            again = {train.segment: self._open[train.segment]} if train.segment in self._open else {}
-            self._document, self._open = train.document, again | {carry.num_segments: carry}
+        self._stepped, self._read = mark
 
     def _groups(self, train: Train) -> Iterator[tuple[list[Stretch], bool]]:
         """Segments between which gradients flow, and whether there is anything to learn in them."""

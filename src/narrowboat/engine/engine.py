@@ -187,9 +187,7 @@ class Engine:
         with self._unchanged_if_it_fails(), driving.averaged(self.optimizer):
             if self.carrying is not None:
                 loss_of = partial(self._segment_loss, num_items=1, seed=0)
-                here = self.carrying.mark()  # perhaps in the middle of a document, which goes on afterwards
                 losses = [loss for row in rows for loss in self.carrying.evaluate(_as_train(row), loss_of)]
-                self.carrying.go_back(here)
                 return number(torch.stack(losses).sum()), sum(row.num_supervised for row in rows)
             for group in group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens):
                 batch = collate([rows[i] for i in group], self._pad_id).to(self.device)

@@ -3,8 +3,8 @@
 tokens x hidden elements a layer are what streaming still keeps (for Llama-3.1-8B in bf16 at 131,072 tokens: 32 GiB).
 
 - ``OnDevice``: no bytes saved, no time;
-- ``OnHost``: host memory; copies run beside the computation on a stream of their own, there and back;
-- ``Elsewhere``, on disk: mapped scratch files; on a CPU they are read where they lie.
+- ``Elsewhere``: in host memory or mapped scratch files; to a card and back by a lane (``lane.py``), beside the
+  computation; on a CPU they are read where they lie.
 
 Exact, all of them.
 """
@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from narrowboat.owner.causes import LAYER_INPUTS, account, cause
+from narrowboat.owner.lane import Arrival, Lane
 from narrowboat.owner.places import Disk, Host, Pool, Resting
 from narrowboat.plan import Place
 
@@ -60,11 +61,11 @@ class Store(Protocol):
         """Give back all that was taken from the machine."""
 
 
-def store_at(place: Place, host: Host, disk: Disk) -> Store:
-    """The store that keeps things at ``place``."""
-    if place == "host":
-        return OnHost(host)
-    return Elsewhere(disk) if place == "disk" else OnDevice()
+def store_at(place: Place, host: Host, disk: Disk, lane: Lane | None) -> Store:
+    """The store that keeps things at ``place``; ``lane`` is the way there, where there is a way to go."""
+    if place == "device":
+        return OnDevice()
+    return Elsewhere(host if place == "host" else disk, lane)
 
 
 class OnDevice:
@@ -107,10 +108,16 @@ class _Here:
 
 
 class Elsewhere:
-    """Things move to buffers at ``place``, which are lent again when they come back."""
+    """Things move to buffers at ``place``, which are lent again when they come back.
 
-    def __init__(self, place: Resting) -> None:
+    Args:
+        place: where the buffers lie.
+        lane: by which things travel; None where they are read as they lie, the device's memory being the host's.
+    """
+
+    def __init__(self, place: Resting, lane: Lane | None = None) -> None:
         self._pool = Pool(lambda shape, dtype: place.empty(shape, dtype, LAYER_INPUTS))
+        self._lane, self._waits = lane, place.where == "disk"
 
     def put(self, x: torch.Tensor, layer: Layer) -> Held:
         """Hold the input of ``layer``."""
@@ -124,41 +131,29 @@ class Elsewhere:
 
     def room(self, like: torch.Tensor, num_tokens: int) -> Room:
         """A buffer for ``num_tokens`` tokens of which ``like`` are some."""
-        buffer = self._pool.take((like.shape[0], num_tokens, *like.shape[2:]), like.dtype)
-        return self._lend(buffer, like.device)
+        if self._lane is None:
+            return _Lent(self._pool.take((like.shape[0], num_tokens, *like.shape[2:]), like.dtype), self._pool)
+        buffer = self._pool.take((num_tokens, like.shape[0], *like.shape[2:]), like.dtype)
+        return _Travelling(buffer, self._pool, self._lane, self._waits)
 
     def close(self) -> None:
         """Give the buffers back to the machine."""
+        if self._lane is not None:
+            self._lane.close()
         self._pool.close()
-
-    def _lend(self, buffer: torch.Tensor, device: torch.device) -> Room:
-        return _Lent(buffer, device, self._pool)
-
-
-class OnHost(Elsewhere):
-    """Host memory; between a card and page-locked memory, copies run on a stream of their own."""
-
-    _stream: torch.cuda.Stream | None = None
-
-    def _lend(self, buffer: torch.Tensor, device: torch.device) -> Room:
-        if device.type != "cuda":
-            return super()._lend(buffer, device)
-        self._stream = self._stream or torch.cuda.Stream(device)
-        return _Travelling(buffer, device, self._pool, self._stream)
 
 
 class _Lent:
-    """A buffer lent by a pool, read tile by tile to the device."""
+    """A buffer lent by a pool, ``[batch, tokens, ...]``, read where it lies."""
 
-    def __init__(self, buffer: torch.Tensor, device: torch.device, pool: Pool) -> None:
-        self._buffer, self._device, self._pool = buffer, device, pool
+    def __init__(self, buffer: torch.Tensor, pool: Pool) -> None:
+        self._buffer, self._pool = buffer, pool
 
     def write(self, start: int, part: torch.Tensor) -> None:
         self._buffer[:, start : start + part.shape[1]] = part
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
-        part = self._buffer[:, start:stop]
-        return part if self._device.type == "cpu" else part.to(self._device)
+        return self._buffer[:, start:stop]
 
     def let_go(self) -> bool:
         return True
@@ -167,47 +162,42 @@ class _Lent:
         self._pool.give_back(self._buffer)
 
 
-class _Travelling(_Lent):
-    """A pinned buffer: writes and reads run on a stream of their own, and the next tile is read ahead."""
+class _Travelling:
+    """A buffer ``[tokens, batch, ...]``, so that a tile is one piece of memory; the next tile is read ahead."""
 
-    def __init__(self, buffer: torch.Tensor, device: torch.device, pool: Pool, stream: torch.cuda.Stream) -> None:
-        super().__init__(buffer, device, pool)
-        self._stream = stream
-        self._written: torch.cuda.Event | None = None
-        self._coming: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+    def __init__(self, buffer: torch.Tensor, pool: Pool, lane: Lane, waits: bool) -> None:
+        self._buffer, self._pool, self._lane, self._waits = buffer, pool, lane, waits
+        self._coming: tuple[range, Arrival] | None = None
         self._last = 0
 
     def write(self, start: int, part: torch.Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._buffer[:, start : start + part.shape[1]].copy_(part, non_blocking=True)
-            self._written = self._stream.record_event()
-        part.record_stream(self._stream)  # its storage is not used anew before the copy is done
+        self._lane.send(part.transpose(0, 1).contiguous(), self._buffer[start : start + part.shape[1]])
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
-        coming, self._coming = self._coming, None
-        if coming is None or coming[0] != start or coming[1].shape[1] != stop - start:
-            coming = self._read(start, stop)
-        _, tile, arrived = coming
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(arrived)
-        tile.record_stream(current)
+        wanted, coming = range(start, stop), self._coming
+        if coming is not None and coming[0] != wanted:
+            self._forget()
+        arrival = coming[1] if coming is not None and coming[0] == wanted else self._read(wanted)
+        (tile,) = arrival.take()
         size, backwards, self._last = stop - start, start <= self._last, start
         following = range(max(0, start - size), start) if backwards else range(stop, stop + size)
-        if following and following.stop <= self._buffer.shape[1]:
-            self._coming = self._read(following.start, following.stop)
-        return tile
+        is_there = following and following.stop <= len(self._buffer)
+        self._coming = (following, self._read(following)) if is_there else None
+        return tile.transpose(0, 1)
 
     def let_go(self) -> bool:
-        if self._written is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._written)
+        self._lane.drain()
         return True
 
     def release(self) -> None:
-        self._coming = None
-        super().release()
+        self._forget()
+        self._pool.give_back(self._buffer)
 
-    def _read(self, start: int, stop: int) -> tuple[int, torch.Tensor, torch.cuda.Event]:
-        with torch.cuda.stream(self._stream):  # after all writes, which went this way before
-            tile = self._buffer[:, start:stop].to(self._device, non_blocking=True)
-            return start, tile, self._stream.record_event()
+    def _forget(self) -> None:
+        if self._coming is not None:
+            self._coming[1].take()  # its memory is not free before
+        self._coming = None
+
+    def _read(self, tokens: range) -> Arrival:
+        with cause(LAYER_INPUTS):
+            return self._lane.fetch([self._buffer[tokens.start : tokens.stop]], self._waits)

@@ -19,6 +19,7 @@ from narrowboat.model.anatomy import Anatomy, unwrap
 from narrowboat.model.leaves import frozen_leaves
 from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, Holding
 from narrowboat.owner.inputs import OnDevice, Store, store_at
+from narrowboat.owner.lane import Lane
 from narrowboat.owner.places import Disk, Host
 from narrowboat.owner.weights import Weights
 from narrowboat.plan import MemoryPlan
@@ -37,15 +38,19 @@ class Owner:
         device: where the arithmetic is.
         tell: hears notices.
         keeps_files: nobody writes into the frozen weights, so that they may stay pages of the model's own files.
+        as_card: things travel to the device and back although it is a CPU: a forecast of a card.
 
     Attributes:
         weights: the frozen ones.
         inputs: takes what the forward pass leaves for backward.
     """
 
-    def __init__(self, device: torch.device, tell: Tell = nothing, keeps_files: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, tell: Tell = nothing, keeps_files: bool = True, as_card: bool = False
+    ) -> None:
         self.device = device
-        self._host, self._disk = Host(device, tell), Disk(device, tell)
+        self._lane = Lane(device) if as_card or device.type != "cpu" else None
+        self._host, self._disk = Host(device, tell), Disk(device, tell, copies=as_card)
         self.weights = Weights(device, self._host, self._disk, keeps_files)
         self.inputs: Store = OnDevice()
         self._plan: MemoryPlan | None = None
@@ -81,7 +86,7 @@ class Owner:
         """Let everything rest where ``plan`` says, between two micro-batches."""
         if self._plan is None or plan.inputs != self._plan.inputs:
             self.inputs.close()
-            self.inputs = store_at(plan.inputs, self._host, self._disk)
+            self.inputs = store_at(plan.inputs, self._host, self._disk, self._lane)
         self.weights.rest(plan.weights)
         self._plan = plan
 

@@ -112,12 +112,13 @@ class Disk:
         device: where the arithmetic is; a CPU works on the file's pages as they are.
         tell: hears that the folder is in memory itself.
         folder: of the files.
+        copies: as a card would, on a CPU too.
     """
 
     where: Where = "disk"
 
-    def __init__(self, device: torch.device, tell: Tell, folder: Path | None = None) -> None:
-        self.copies = device.type != "cpu"
+    def __init__(self, device: torch.device, tell: Tell, folder: Path | None = None, copies: bool = False) -> None:
+        self.copies = copies or device.type != "cpu"
         self._tell, self._folder, self._is_looked_at = tell, folder, False
 
     def empty(self, shape: Shape, dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -13,7 +13,6 @@ from its first byte on; and a plan that changes moves them from place to place, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -26,6 +25,7 @@ from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.forwards import forward_of
 from narrowboat.model.leaves import Leaf, frozen_leaves, leaves_of
 from narrowboat.owner.causes import BASE_WEIGHTS, Holding, Where, account, cause
+from narrowboat.owner.lane import Arrival, Lane
 from narrowboat.owner.places import Disk, Host, Resting, keep
 from narrowboat.plan import Place
 from narrowboat.units import format_bytes
@@ -59,14 +59,6 @@ class _Weight:
         account(tensor, BASE_WEIGHTS, where)
 
 
-@dataclass
-class _Fetched:
-    """One unit's weights on the device, or on their way there."""
-
-    tensors: list[torch.Tensor]
-    arrived: torch.cuda.Event | None
-
-
 class Weights:
     """Moves the frozen weights of one model.
 
@@ -92,10 +84,9 @@ class Weights:
         self._embedding: nn.Module | None = None
         self._undo = ExitStack()
         self._visiting: set[int] = set()
-        self._coming: dict[int, Future[_Fetched] | _Fetched] = {}
+        self._coming: dict[int, Arrival] = {}
         self._last = 0
-        self._stream: torch.cuda.Stream | None = None
-        self._porter: ThreadPoolExecutor | None = None
+        self._lane = Lane(device)
 
     @property
     def copies(self) -> bool:
@@ -221,10 +212,8 @@ class Weights:
 
     def _close(self) -> None:
         """Nobody is on the way any more."""
-        self._coming.clear()
-        if self._porter is not None:
-            self._porter.shutdown()
-            self._porter = None
+        self._forget_who_comes()
+        self._lane.close()
         self._undo.close()
 
     def _look_up_at_rest(self, embedding: nn.Module) -> None:
@@ -242,10 +231,11 @@ class Weights:
         if not self.copies or unit in self._visiting:
             yield
             return
-        fetched = self._take(unit)
+        tensors = self._take(unit)
         self._visiting.add(unit)
-        for weight, tensor in zip(self._units[unit], fetched.tensors, strict=True):
+        for weight, tensor in zip(self._units[unit], tensors, strict=True):
             weight.leaf.put(tensor)
+        del tensors
         self._send_for(self._next(unit))
         try:
             yield
@@ -264,34 +254,22 @@ class Weights:
         return following if 0 <= following <= top else None
 
     def _send_for(self, unit: int | None) -> None:
-        if unit is None or unit in self._visiting:
-            return
-        if self._device.type == "cuda":
-            self._porter = self._porter or ThreadPoolExecutor(1, "narrowboat-weights")
-            self._coming[unit] = self._porter.submit(self._fetch, unit)
-        else:
+        if unit is not None and unit not in self._visiting:
             self._coming[unit] = self._fetch(unit)
 
-    def _take(self, unit: int) -> _Fetched:
+    def _take(self, unit: int) -> list[torch.Tensor]:
         coming = self._coming.pop(unit, None)
-        self._coming.clear()  # whoever was sent for in vain
-        fetched = coming.result() if isinstance(coming, Future) else coming or self._fetch(unit)
-        if fetched.arrived is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(fetched.arrived)
-            for tensor in fetched.tensors:
-                tensor.record_stream(stream)  # not used anew before the layer's arithmetic is done
-        return fetched
+        self._forget_who_comes()
+        return (coming or self._fetch(unit)).take()
 
-    def _fetch(self, unit: int) -> _Fetched:
-        weights = self._units[unit]
-        with torch.no_grad(), cause(BASE_WEIGHTS):
-            if self._device.type != "cuda":
-                return _Fetched([weight.resting.clone() for weight in weights], None)
-            self._stream = self._stream or torch.cuda.Stream(self._device)
-            with torch.cuda.stream(self._stream):
-                tensors = [weight.resting.to(self._device, non_blocking=True) for weight in weights]
-                return _Fetched(tensors, self._stream.record_event())
+    def _forget_who_comes(self) -> None:
+        for arrival in self._coming.values():
+            arrival.take()  # its memory is not free before
+        self._coming.clear()
+
+    def _fetch(self, unit: int) -> Arrival:
+        with cause(BASE_WEIGHTS):
+            return self._lane.fetch([weight.resting for weight in self._units[unit]], waits=self.place == "disk")
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -106,27 +106,23 @@ class Forecaster:
             many: many lengths will be asked for: rehearse three and carry on from them.
             in_full: rehearse every layer over the whole row instead of carrying on: slow, and the same.
         """
-        near = self._near(plan)
-        found = _forecast(self._whole(near, num_tokens, num_rows, many, in_full), plan, num_rows, num_tokens)
+        found = _forecast(self._whole(plan, num_tokens, num_rows, many, in_full), plan, num_rows, num_tokens)
         if plan.weights != "disk":
             return found
-        resting, in_file = found.weights_away_bytes, self._mapped_bytes
-        if near != plan:
-            found = replace(found, host_bytes=found.host_bytes - resting, disk_bytes=found.disk_bytes + resting)
+        in_file = self._mapped_bytes
         return replace(found, disk_bytes=found.disk_bytes - in_file, file_bytes=in_file)
 
     def phases(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
         """The device's peak in each phase of a run."""
-        near = self._near(plan)
-        evaluation = self._whole(near, num_tokens, num_rows, work=EVALUATION)
+        evaluation = self._whole(plan, num_tokens, num_rows, work=EVALUATION)
         if not self.work.trains:
             loading = self._loading(total(evaluation.rest, "device"), evaluation.resting_weights)
             phases = {"loading": loading, "evaluation": total(evaluation.peak("device"), "device")}
             if self.contract.reads_on:  # else answers go through their own cache
-                reading = self._whole(near, num_tokens, 1, work=READING)
+                reading = self._whole(plan, num_tokens, 1, work=READING)
                 phases["answers"] = total(reading.peak("device"), "device")
             return phases
-        step = self._whole(near, num_tokens, num_rows)
+        step = self._whole(plan, num_tokens, num_rows)
         resting = total(step.after, "device")
         return {
             "loading": self._loading(step.before_the_first_step, step.resting_weights),
@@ -136,11 +132,6 @@ class Forecaster:
             "saving": resting,
             "leaving": resting,
         }
-
-    def _near(self, plan: MemoryPlan) -> MemoryPlan:
-        """The plan to rehearse: to a card weights come from a disk by copies, as from host memory."""
-        from_disk = self.work.on_card and plan.weights == "disk"
-        return plan.model_copy(update={"weights": "host"}) if from_disk else plan
 
     @cached_property
     def layer_bytes(self) -> int:

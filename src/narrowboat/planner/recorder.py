@@ -35,8 +35,9 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 _INSIDE: Slot = (WORKING_SET, "device")
 _DEVICE = torch.ops.prim.device.default
-_TRAVELS = {torch.ops.aten.copy_.default: 3, torch.ops.aten.clone.default: 1}
-"""Weights come by clones; layer inputs leave by copies, and are read twice: for keys and values, and for the rest."""
+_COPY = torch.ops.aten.copy_.default
+READS_AFTER = 2
+"""How often a CPU reads a layer's input where it lies: for keys and values, and for the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +162,18 @@ class Recorder(Meter):
             return Work(products=formula(*args, **kwargs, out_val=out), calls=1)
         touched = {id(t): t for t in (*args, out) if isinstance(t, torch.Tensor)}.values()
         size = sum(t.numel() * t.element_size() for t in touched)
-        if func in _TRAVELS:
-            place = self._slots.get(args[0].untyped_storage()._cdata, ("", "device"))[1]
-            travelling = _TRAVELS[func] * size // 2
-            if place == "host":
-                return Work(host_bytes=travelling, calls=1)
-            if place == "disk":
-                return Work(disk_bytes=travelling, calls=1)
+        if func is _COPY:
+            to, source = (self._place_of(t) for t in args[:2])
+            away = source if to == "device" else to
+            once = size // 2 * (1 if to == "device" or self._on_card else 1 + READS_AFTER)
+            if away == "disk":
+                return Work(disk_bytes=once, calls=1)
+            if away in ("host", "pinned"):
+                return Work(host_bytes=once, calls=1)
         return Work(moved_bytes=size, calls=1)
+
+    def _place_of(self, tensor: torch.Tensor) -> Where:
+        return self._slots.get(tensor.untyped_storage()._cdata, ("", "device"))[1]
 
 
 def _flash_operations(func: Any, args: tuple[Any, ...]) -> int:

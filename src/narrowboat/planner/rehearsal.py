@@ -22,6 +22,7 @@ from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.model.empty import give_fake_tensors
 from narrowboat.model.leaves import frozen_leaves
 from narrowboat.model.miniature import keep_layers
+from narrowboat.owner.owner import Owner
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.fakes import RememberingFakeMode
 from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Moment, Recorder, Slot, Work
@@ -89,6 +90,7 @@ class Rehearsal:
         self._fakes, self._recorder = RememberingFakeMode(), Recorder(on_card)
         with self._fakes:
             give_fake_tensors(model)
+        Owner(torch.device("cpu"), as_card=on_card).own(model)
         with self._fakes, self._recorder:
             self._recorder.watch_model(model)
             self._optimizer = build_optimizer(model.named_parameters()) if build_optimizer else None

@@ -89,7 +89,7 @@ def test_documents_beyond_the_models_positions_need_rebased_ones(carried: Callab
 
 
 def test_overlap_and_carry_do_not_go_together(carried: Callable[..., Options]) -> None:
-    with pytest.raises(OptionError, match=r"nothing is shown twice; set segments\.overlap to 0"):
+    with pytest.raises(OptionError, match=r"a segment sees what is carried, and nothing twice; set it to 0"):
         api.train(carried(**{"segments.overlap": 0.1}), quiet=True)
 
 

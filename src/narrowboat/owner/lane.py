@@ -1,0 +1,116 @@
+"""Copies between a card and host memory that run beside the arithmetic, and the waits that make them safe.
+
+A lane is a stream of its own. What is fetched lands in memory that the arithmetic's stream gave and takes back, and
+what is sent is held until its copy is done; so every block is free again in the order of the arithmetic, however far
+the host runs ahead, and a forecast counts what a card will hold. Two parts are under way at most. Costs no time as long
+as a part's arithmetic takes longer than its journey.
+
+On a device without streams copies are made at once: the same tensors, alive for as long. A forecast runs that way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+UNDER_WAY = 2
+"""Parts that may be on their way out: one that leaves while the next one is made."""
+
+
+@dataclass
+class Arrival:
+    """Tensors on their way to the device."""
+
+    tensors: list[torch.Tensor]
+    _wait: Callable[[], None]
+
+    def take(self) -> list[torch.Tensor]:
+        """The tensors; arithmetic that is asked for from now on finds them there. Also for those that nobody wants."""
+        self._wait()
+        return self.tensors
+
+
+class Lane:
+    """One lane to and from ``device``.
+
+    Args:
+        device: where the arithmetic is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._sent: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._porter: ThreadPoolExecutor | None = None
+
+    def fetch(self, resting: Sequence[torch.Tensor], waits: bool = False) -> Arrival:
+        """Copies of ``resting`` on the device; ``waits`` where a copy holds up whoever asks for it, as from a file."""
+        tensors = [torch.empty_like(t, device=self._device) for t in resting]
+        if self._device.type != "cuda":
+            _copy(tensors, resting)
+            return Arrival(tensors, lambda: None)
+        given = self._here().record_event()  # by then nobody uses the memory any more
+
+        def copy() -> torch.cuda.Event:
+            lane = self._own_stream()
+            with torch.cuda.stream(lane):
+                lane.wait_event(given)
+                _copy(tensors, resting)
+                return lane.record_event()
+
+        if not waits:
+            arrived = copy()
+            return Arrival(tensors, lambda: self._here().wait_event(arrived))
+        self._porter = self._porter or ThreadPoolExecutor(1, "narrowboat-lane")
+        coming: Future[torch.cuda.Event] = self._porter.submit(copy)
+        return Arrival(tensors, lambda: self._here().wait_event(coming.result()))
+
+    def send(self, part: torch.Tensor, room: torch.Tensor) -> None:
+        """Copy ``part`` to ``room`` on the host, after all that was asked for before."""
+        written = None
+        if self._device.type == "cuda":
+            lane = self._own_stream()
+            lane.wait_stream(self._here())
+            with torch.cuda.stream(lane):
+                room.copy_(part, non_blocking=True)
+                written = lane.record_event()
+        else:
+            room.copy_(part)
+        self._sent.append((part, written))
+        while len(self._sent) > UNDER_WAY:
+            self._let_go()
+
+    def drain(self) -> None:
+        """Nothing that was sent is needed any more once the arithmetic comes here."""
+        while self._sent:
+            self._let_go()
+
+    def close(self) -> None:
+        """Nobody is on the way any more."""
+        self.drain()
+        if self._porter is not None:
+            self._porter.shutdown()
+            self._porter = None
+
+    def _let_go(self) -> None:
+        _, written = self._sent.popleft()
+        if written is not None:
+            self._here().wait_event(written)
+
+    def _here(self) -> torch.cuda.Stream:
+        """The arithmetic's."""
+        return torch.cuda.current_stream(self._device)
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        return self._stream
+
+
+def _copy(to: Sequence[torch.Tensor], resting: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, source in zip(to, resting, strict=True):
+            tensor.copy_(source, non_blocking=True)
