@@ -137,6 +137,8 @@ def train(
 ) -> None:
     """Train an adapter."""
     chosen = options.load(config, flags)
+    if not quiet:
+        print(f"{'run':<10}  {chosen.train.folder}; PyTorch and transformers are being loaded", flush=True)
     from narrowboat import api  # torch and transformers take seconds to import
 
     accepted = [name.strip() for name in resume_anyway.split(",") if name.strip()]

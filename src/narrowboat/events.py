@@ -58,7 +58,7 @@ class ModelReady(Event):
 
 @dataclass(frozen=True)
 class PlanChosen(Event):
-    """The plan that the run starts with, and why it fits."""
+    """The plan that the run starts with, why it fits, and the pace that is forecast."""
 
     plan: Mapping[str, Any]
     description: str
@@ -66,6 +66,7 @@ class PlanChosen(Event):
     forecast_bytes: Mapping[str, int]
     longest_tokens: int
     phases: Mapping[str, int] = field(default_factory=dict)
+    tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ class PlanChanged(Event):
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """One optimizer step; ``num_skipped`` is how many had no finite gradient in the run so far."""
+    """One optimizer step.
+
+    ``num_skipped`` steps of the run so far had no finite gradient; ``by_cause`` is what the peak was made of.
+    """
 
     step: int
     num_steps: int
@@ -95,6 +99,7 @@ class StepDone(Event):
     peak_bytes: int
     budget_bytes: int
     num_skipped: int = 0
+    by_cause: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

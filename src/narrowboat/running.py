@@ -18,11 +18,13 @@ from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
 from narrowboat.machine.drafts import write_whole
 from narrowboat.machine.hardware import describe_device
 from narrowboat.machine.precision import name_of
+from narrowboat.machine.vitals import Pulse
 from narrowboat.model.base import check_weights, model_folder
 from narrowboat.model.fingerprints import tokenizer_digest, weights_digest
 from narrowboat.model.saved import save_adapter
 from narrowboat.model.serving import advice, config_of, refusals
 from narrowboat.monitor.recorders import Record
+from narrowboat.monitor.view import View
 from narrowboat.optimizers.build import settle_states
 from narrowboat.optimizers.driving import averaged
 from narrowboat.options.load import text_of
@@ -72,7 +74,7 @@ class Job:
         self._tell_start(resume, found[1] if found else None)
         dtype = found[1].dtype if found and self.options.model.dtype == "auto" else ""
         setting = Setting.of(self.options, self.tell, dtype)
-        self.tell(Notice(f"{describe_device(setting.device)}; " + "; ".join(setting.precision.lines())))
+        self.tell(Notice(f"{describe_device(setting.device)}; {setting.precision.words()}"))
         check_weights(self.options.model.name, self.tell)
         data = prepared_data(setting, self.quiet)
         self.tell(DataReady(data.account.as_dict()))
@@ -87,10 +89,12 @@ class Job:
             if found:
                 _go_on(ready, found[0])
             self._begin(governor.plan)
+            self._let_watch(ready)
             train_options, memory = self.options.train, self.options.memory
             saver = Saver(self.folder, train_options.keep_checkpoints, self._gauge, memory.high, self.tell)
             recovery = Recovery(ready.engine, ready.gauge, governor, self.tell)
-            self._position = train(recovery, course, self.options, position, saver, self.stop, self.tell)
+            self._position = position
+            train(recovery, course, self.options, position, saver, self.stop, self.tell, self._reached)
             ready.gauge.begin("saving")
             with averaged(ready.optimizer):
                 save_adapter(ready.model, self.folder / ADAPTER, {"step": self._position.step})
@@ -125,6 +129,14 @@ class Job:
         if plan is not None:
             write_whole(self.folder / PLAN_FILE, plan.model_dump_json(indent=1).encode())
         self.record.begin()
+
+    def _let_watch(self, ready: Assembled) -> None:
+        engine, stop = ready.engine, self.stop
+        pulse = Pulse(engine.device)
+        self.record.watch(View(engine.underway, ready.gauge.now, pulse, lambda: stop.heard, stop.patience_seconds))
+
+    def _reached(self, position: Position) -> None:
+        self._position = position
 
     def _begin_at(
         self,

@@ -39,6 +39,7 @@ from narrowboat.owner.owner import Owner
 from narrowboat.owner.stride import Strided
 from narrowboat.owner.values import has_values
 from narrowboat.plan import MemoryPlan
+from narrowboat.underway import Underway
 
 INSTALLED = "_narrowboat_installed"
 
@@ -78,6 +79,7 @@ class Installed:
         owner: of the model's bytes.
         plan: the plan that it runs under.
         scheme: of attention that is not full.
+        underway: hears which layer and tile runs.
         run_layer: runs a layer instead of the plan while it is not None: ``(index, call, input) -> output``.
     """
 
@@ -92,6 +94,7 @@ class Installed:
         self.run_layer: Callable[[int, LayerCall, torch.Tensor], torch.Tensor] | None = None
         self._undo = ExitStack()
         self._whereabouts = Whereabouts()
+        self.underway = Underway(len(self._layers))
         self._batch: _MicroBatch | None = None
         self._is_on = False
 
@@ -211,7 +214,7 @@ class Installed:
             self._under_our_rules(module, own_forward),
             arguments,
             batch.layout if link is None else Layout.of(1, link.num_tokens),
-            before=partial(self._at, batch.seeds, batch.given.offset),
+            before=partial(self._before_tile, index, batch),
             collect=partial(self._routers.collect, module),
             visit=partial(self.owner.weights.visit_layer, index),
             attends=self._layers[index].attention is not None,
@@ -224,6 +227,7 @@ class Installed:
         is_kept = plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers
         if is_kept:
             out, *further = (call.whole(x), *call.collect())
+            self._notice_backwards(index, out)
         elif plan.layers == "recompute":
             out, *further = recompute_layer(x, call, batch.store)
         else:
@@ -262,6 +266,16 @@ class Installed:
             yield
         finally:
             config._attn_implementation = before
+
+    def _before_tile(self, index: int, batch: _MicroBatch, start: int, stop: int) -> None:
+        self._at(batch.seeds, batch.given.offset, start, stop)
+        if torch.is_grad_enabled() or not self.underway.is_backwards:  # else keys and values are made again
+            self.underway.at(index, start, stop, batch.layout.num_tokens)
+
+    def _notice_backwards(self, index: int, out: torch.Tensor) -> None:
+        """A layer that was kept is not called again; its output's gradient says when it is its turn."""
+        if out.requires_grad and out.grad_fn is not None:
+            out.register_hook(lambda _: self.underway.at(index, 0, 1, 1))
 
     def _at(self, seeds: Sequence[int], offset: int, start: int, stop: int) -> None:
         self._whereabouts.seeds = seeds

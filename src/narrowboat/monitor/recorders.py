@@ -22,6 +22,8 @@ from narrowboat.monitor.history import EVENTS_FILE, checked_line
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from narrowboat.monitor.view import View
+
 
 class Record:
     """A run's recorders: the display at once, the files in its folder only from ``begin`` on.
@@ -39,7 +41,8 @@ class Record:
         from narrowboat.monitor.progress import Progress
 
         self._folder = folder
-        self._fanout = Fanout([] if quiet else [Progress(console)])
+        self._progress = None if quiet else Progress(console)
+        self._fanout = Fanout([] if self._progress is None else [self._progress])
         self._waiting: list[tuple[Event, datetime]] | None = []
 
     def record(self, event: Event) -> None:
@@ -47,6 +50,11 @@ class Record:
         if self._waiting is not None:
             self._waiting.append((event, datetime.now(UTC)))
         self._fanout.record(event)
+
+    def watch(self, view: View) -> None:
+        """Let the display look at ``view``."""
+        if self._progress is not None:
+            self._progress.watch(view)
 
     @property
     def has_begun(self) -> bool:

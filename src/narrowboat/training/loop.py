@@ -7,6 +7,7 @@ and resumed is the same run, to the last bit on a CPU.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -48,6 +49,7 @@ def run(
     saver: Saver,
     stop: StopRequest,
     tell: Tell,
+    reached: Callable[[Position], None] = lambda position: None,
 ) -> Position:
     """Go from ``position`` to the last step; the position then.
 
@@ -59,6 +61,7 @@ def run(
         saver: takes the checkpoints; all are on disk, or have failed, at the end.
         stop: entered.
         tell: hears what happens.
+        reached: hears how far it came, also where it does not end well.
 
     Raises:
         Interrupted: the run was asked to stop, and is saved.
@@ -77,6 +80,8 @@ def run(
         except Exception:
             saver.settle()
             raise
+        finally:
+            reached(leg.position)
     return leg.position
 
 
@@ -188,6 +193,7 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
             peak_bytes=gauge.peak_bytes,
             budget_bytes=gauge.budget_bytes,
             num_skipped=position.num_skipped,
+            by_cause=gauge.peak_by_cause,
         )
     )
     recovery.after_step(step)
