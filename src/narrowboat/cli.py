@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from narrowboat.errors import NarrowboatError, OptionError
+from narrowboat.events import Event, Notice
 from narrowboat.options import load as options
 from narrowboat.options.reference import default_text, type_name
 from narrowboat.units import format_bytes
@@ -291,14 +292,52 @@ def doctor(
 
 @app.command("eval")
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="A run folder.")],
+    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
+    data: Annotated[
+        list[str], typer.Option("--data", help="Measure on this file or folder instead; may be given several times.")
+    ] = [],  # noqa: B006
+    answers: Annotated[
+        int | None, typer.Option("--answers", min=0, help="Most answers that are generated.", show_default=False)
+    ] = None,
+    base: Annotated[
+        str, typer.Option("--base", help="The model, if the adapter does not say.", show_default=False)
+    ] = "",
+    show: Annotated[int, typer.Option("--show", min=0, help="Show so many answers side by side.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result for machines.")] = False,
 ) -> None:
-    """Measure a run's adapter against its base model on held-out data."""
+    """Measure an adapter against its base model: loss, perplexity by place, and answers with their scores."""
     from narrowboat import api
 
-    found = api.evaluate(folder)
-    print(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(found.lines()))
+    found = api.evaluate(folder, _say_notice, data, base, answers)
+    print(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(found.lines(show)))
+
+
+@app.command()
+def chat(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer.")] = 256,
+    base: Annotated[
+        str, typer.Option("--base", help="The model, if the adapter does not say.", show_default=False)
+    ] = "",
+) -> None:
+    """Talk with what a run has made: a question a line; an empty one begins anew, the end of the input ends it."""
+    from narrowboat.measuring import speaking
+
+    with speaking(folder, _say_notice, base) as speaker:
+        messages: list[dict[str, str]] = []
+        print("A question a line; an empty line begins anew, Ctrl-D ends.", file=sys.stderr)
+        for line in sys.stdin:
+            if not line.strip():
+                messages = []
+                continue
+            messages.append({"role": "user", "content": line.strip()})
+            messages.append({"role": "assistant", "content": speaker.answer(messages, tokens)})
+            print(messages[-1]["content"], flush=True)
+
+
+def _say_notice(event: Event) -> None:
+    if isinstance(event, Notice):
+        print(event.text, file=sys.stderr)
 
 
 @app.command()

@@ -20,6 +20,7 @@ GROUP_OF = {
     "pytorch_optimizer": "optim",
     "optuna": "sweep",
     "sentencepiece": "gguf",
+    "sacrebleu": "eval",
 }
 
 
