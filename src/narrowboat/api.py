@@ -62,7 +62,7 @@ def train(options: Options, resume: bool = False, quiet: bool = False, resume_an
     folder, minutes = Path(options.train.folder), options.train.max_minutes
     resume = resume or bool(resume_anyway)
     with opened(folder, resume), StopRequest(None if minutes is None else 60 * minutes) as stop:
-        record = Record(folder, quiet=quiet)
+        record = Record(folder, quiet=quiet, monitors=options.train.monitor)
         job = Job(options, folder, record, quiet, stop)
         try:
             return job.run(resume, resume_anyway)

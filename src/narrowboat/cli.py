@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -281,13 +282,27 @@ def prepare(
 
 @app.command()
 def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(help="A run folder, or a log of transformers or TRL.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found for machines.")] = False,
 ) -> None:
-    """Measure this machine: memory, rates and margins; plans made here use them."""
-    from narrowboat import doctor as examining
+    """Say what is wrong with a run, with evidence, cause and option; without one, measure this machine for plans."""
+    if run is None:
+        from narrowboat import doctor as examining
 
-    found = examining.examine()
-    print(json.dumps(found) if as_json else "\n".join(examining.lines(found)))
+        found = examining.examine()
+        print(json.dumps(found) if as_json else "\n".join(examining.lines(found)))
+        return
+    from narrowboat.monitor.diagnosis import diagnose
+    from narrowboat.monitor.other_logs import read_any
+
+    findings = diagnose(*read_any(run))
+    if as_json:
+        print(json.dumps([finding.as_dict() for finding in findings]))
+    else:
+        told = ["\n".join(finding.lines()) for finding in findings]
+        print("\n\n".join(told) or f"{run}: nothing is wrong that its record would show.")
 
 
 @app.command("eval")
@@ -341,11 +356,28 @@ def _say_notice(event: Event) -> None:
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Write report.html from a run's events."""
-    from narrowboat.monitor.report import write_report
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="A run folder; several are compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where a comparison goes (default comparison.html).", show_default=False),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve the page on this machine, and follow the run.")] = False,
+    port: Annotated[int, typer.Option("--port", help="For --watch; 0 takes a free one.")] = 0,
+) -> None:
+    """Write report.html from a run's events, or a page that compares several runs."""
+    from narrowboat.monitor import comparing, report, watching
 
-    print(write_report(folder))
+    if len(folders) > 1:
+        print(comparing.write_comparison(folders, out or Path(comparing.COMPARISON_FILE)))
+        return
+    if not watch:
+        print(report.write_report(folders[0]))
+        return
+    with watching.Watched(lambda: report.page_of(folders[0]), port) as server:
+        print(f"{server.address}  (Ctrl-C ends)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ its class's name as ``event`` and the wall-clock ``time`` at which it was writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -39,9 +39,13 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class DataReady(Event):
-    """The account of the data: every token of the input is in exactly one of the counts."""
+    """The account of the data: every token of the input is in exactly one of the counts; and some examples.
+
+    A sample has a ``source`` and ``parts``, each with a ``text`` and its ``kind``: learnt, context or masked.
+    """
 
     account: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,21 @@ class StepDone(Event):
     budget_bytes: int
     num_skipped: int = 0
     by_cause: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryMark(Event):
+    """The device's memory at a stage of the run: after loading, around the first step, in an evaluation.
+
+    ``peak_bytes`` is the most since the stage before; holes are reserved and in no tensor.
+    """
+
+    stage: str
+    step: int
+    allocated_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    hole_bytes: int
 
 
 @dataclass(frozen=True)

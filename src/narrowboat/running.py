@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from narrowboat.assembly import Assembled, Setting, Wanted, assembled, new_gauge
 from narrowboat.choosing import choose
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared
+from narrowboat.data.show import chosen, parts
 from narrowboat.data.trains import Trains, TrainSchedule
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
 from narrowboat.machine.drafts import write_whole
@@ -41,6 +43,9 @@ from narrowboat.training.recovery import Recovery
 from narrowboat.training.sameness import Identity, refuse_other_run
 from narrowboat.training.saver import Saver
 from narrowboat.training.signals import StopRequest
+
+NUM_SAMPLES, MOST_PARTS, MOST_CHARS = 2, 40, 800
+"""Of the examples that a report shows."""
 
 
 @dataclass
@@ -77,7 +82,7 @@ class Job:
         self.tell(Notice(f"{describe_device(setting.device)}; {setting.precision.words()}"))
         check_weights(self.options.model.name, self.tell)
         data = prepared_data(setting, self.quiet)
-        self.tell(DataReady(data.account.as_dict()))
+        self.tell(DataReady(data.account.as_dict(), list(_samples(data, setting))))
         setting = self._settled(setting, data)
         course = self._course(data)
         governor = choose(setting, data)
@@ -90,6 +95,7 @@ class Job:
                 _go_on(ready, found[0])
             self._begin(governor.plan)
             self._let_watch(ready)
+            self.tell(ready.gauge.mark("after loading", position.step))
             train_options, memory = self.options.train, self.options.memory
             saver = Saver(self.folder, train_options.keep_checkpoints, self._gauge, memory.high, self.tell)
             recovery = Recovery(ready.engine, ready.gauge, governor, self.tell)
@@ -208,6 +214,22 @@ def _go_on(ready: Assembled, checkpoint: Path) -> None:
     ready.gauge.watch_model(ready.model)
     if ready.engine.carrying is not None and carry:
         ready.engine.carrying.load_state_dict(carry)
+
+
+def _samples(data: Prepared, setting: Setting) -> Iterator[dict[str, Any]]:
+    """A few examples with what is learnt in them, for the report; the middle of long parts is left out."""
+    for example in chosen(data, NUM_SAMPLES):
+        shown = [{"text": _shortened(text), "kind": kind} for text, kind in parts(example, setting.tokenizer)]
+        yield {"source": Path(example.source).name, "parts": shown[:MOST_PARTS]}
+
+
+def _shortened(text: str) -> str:
+    half = MOST_CHARS // 2
+    return (
+        text
+        if len(text) <= MOST_CHARS
+        else f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -21,6 +21,8 @@ GROUP_OF = {
     "optuna": "sweep",
     "sentencepiece": "gguf",
     "sacrebleu": "eval",
+    "wandb": "monitor",
+    "mlflow": "monitor",
 }
 
 

@@ -30,6 +30,7 @@ def _split_commas(value: object) -> object:
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
 Variants = Annotated[tuple[Literal["rslora", "dora", "fa"], ...], BeforeValidator(_split_commas)]
 RankEntry = Annotated[str, StringConstraints(pattern=r"^.+=[1-9]\d*(/\d+(\.\d+)?)?$")]
+Monitors = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_split_commas)]
 RankEntries = Annotated[tuple[RankEntry, ...], BeforeValidator(_split_commas)]
 
 
@@ -385,6 +386,11 @@ class TrainOptions(Group):
     keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints stay.")
     keep_best: bool = Field(
         False, description="Keep the adapter with the lowest held-out loss apart, in best/; see train.evaluate_every."
+    )
+    monitor: Monitors = Field(
+        ("tensorboard",),
+        description="Who draws curves beside events.jsonl and the report: tensorboard, wandb, mlflow. All write into "
+        "the run's folder and send nothing unless WANDB_MODE or MLFLOW_TRACKING_URI say so.",
     )
     max_minutes: float | None = Field(
         None, gt=0, description="Minutes after which the run is saved and ends, as after SIGTERM: exit code 143."

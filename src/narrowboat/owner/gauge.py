@@ -16,6 +16,7 @@ from types import TracebackType
 
 import torch
 
+from narrowboat.events import MemoryMark
 from narrowboat.owner.causes import WORKING_SET
 from narrowboat.owner.meter import Meter, Reading
 from narrowboat.owner.owner import holdings
@@ -134,6 +135,15 @@ class Gauge:
         sizes[WORKING_SET] = max(0, held - sum(sizes.values()))
         host = places.get("host", 0) + places.get("pinned", 0)
         return Reading(held + self._beside_bytes, host, places.get("disk", 0), places.get("file", 0), sizes)
+
+    def mark(self, stage: str, step: int) -> MemoryMark:
+        """What there is at a stage of the run; a CPU's memory has no holes that torch would know of."""
+        self.read()
+        if self._meter is not None:
+            held = self._meter.live.device_bytes
+            return MemoryMark(stage, step, held, self.peak_bytes, held, 0)
+        now = self.figures()
+        return MemoryMark(stage, step, now.allocated_bytes, self.peak_bytes, now.reserved_bytes, now.hole_bytes)
 
     def figures(self) -> Figures:
         """A card's, now."""

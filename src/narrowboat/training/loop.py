@@ -168,7 +168,10 @@ class _Leg:
 def _step(recovery: Recovery, course: Course, options: Options, position: Position, tell: Tell) -> Position:
     engine, gauge, step = recovery.engine, recovery.gauge, position.step + 1
     began = time.monotonic()
-    gauge.begin("step" if "first step" in gauge.by_phase else "first step")
+    is_first = "first step" not in gauge.by_phase
+    if is_first:
+        tell(gauge.mark("before the first step", position.step))
+    gauge.begin("first step" if is_first else "step")
     rows = [course.rows[i] for i in course.schedule[position.step + position.num_passed_over]]
     rate = learning_rate(options.optimizer, step, course.num_steps)
     seed = _step_seed(options.train.seed, step)
@@ -196,6 +199,8 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
             by_cause=gauge.peak_by_cause,
         )
     )
+    if is_first:
+        tell(gauge.mark("after the first step", step))
     recovery.after_step(step)
     return replace(
         position,
@@ -226,6 +231,7 @@ def _evaluate(recovery: Recovery, course: Course, step: int, tell: Tell) -> floa
         total, num_supervised = total + loss, num_supervised + num
     if not num_supervised:
         return None
+    tell(recovery.gauge.mark("evaluation", step))
     tell(Evaluated(step, total / num_supervised, num_supervised, time.monotonic() - began))
     return total / num_supervised
 
