@@ -4,8 +4,9 @@
 
 Writes ``train/modules.jsonl``: dialogues, a module's source and then the question what it is for; the docstring, which
 answers it, is taken out of the source. ``train/*.txt`` and ``train/*.py`` are plain documents. ``heldout.jsonl`` holds
-dialogues over modules that are not in ``train``. Most dialogues nearly fill ``--tokens``; some documents are longer, to
-show what becomes of them. The same Python gives the same files.
+shorter dialogues over modules that are not in ``train``, with some 1,000 tokens of answers; ``asked.jsonl`` is a few of
+them, to be answered. Training dialogues nearly fill ``--tokens``; plain documents are longer and go in segments, so
+that nothing is dropped. The same Python gives the same files.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ TRAIN = """
 argparse base64 calendar configparser contextlib difflib dis fractions ftplib functools gzip heapq ipaddress mailbox
 mimetypes optparse pickle plistlib random shutil socketserver tokenize wave weakref
 """
-HELDOUT = "tarfile textwrap uuid webbrowser"
+HELDOUT = """
+bdb bisect bz2 cmd colorsys copy csv filecmp fnmatch getpass glob hmac html linecache lzma netrc numbers pdb pprint
+py_compile pyclbr queue quopri reprlib rlcompleter sched secrets shelve smtplib stringprep symtable tabnanny
+fileinput opcode timeit traceback uuid warnings webbrowser zipfile
+"""
+ASKED = "bz2 colorsys csv getpass sched secrets"
 PLAIN_MODULES = "statistics"
 PLAIN_TOPICS = "compound"
 
 ANSWER_TOKENS = 200  # what template, question and answer take beside the source
-LONGER = 2.5  # plain documents, and every eighth dialogue, are this many times as long
+LONGER = 2.5  # plain documents are this many times as long
+HELDOUT_TOKENS = 640
 PIECE = re.compile(r"[A-Za-z]+|\d|[^\sA-Za-z\d]+|\n")
 
 
@@ -51,9 +58,10 @@ def main() -> None:
 def files(num_tokens: int) -> Iterator[tuple[str, str]]:
     """``(path, content)`` of every file of the data set."""
     longer = int(LONGER * num_tokens)
-    lengths = [longer if i % 8 == 5 else num_tokens for i in range(len(TRAIN.split()))]
-    yield "train/modules.jsonl", jsonl(dialogue(name, n) for name, n in zip(TRAIN.split(), lengths, strict=True))
-    yield "heldout.jsonl", jsonl(dialogue(name, num_tokens) for name in HELDOUT.split())
+    heldout_tokens = min(num_tokens, HELDOUT_TOKENS)
+    yield "train/modules.jsonl", jsonl(dialogue(name, num_tokens) for name in TRAIN.split())
+    yield "heldout.jsonl", jsonl(dialogue(name, heldout_tokens) for name in HELDOUT.split())
+    yield "asked.jsonl", jsonl(dialogue(name, heldout_tokens) for name in ASKED.split())
     for name in PLAIN_MODULES.split():
         yield f"train/{name}.py", shorten(source_of(name), longer)
     for topic in PLAIN_TOPICS.split():
