@@ -133,6 +133,8 @@ def test_what_is_said_depends_on_what_is_left(monkeypatch: pytest.MonkeyPatch) -
     ).stopping_words(3)
     underway.begin("evaluation", 1)
     assert "the evaluation is given up at once" in view_of(underway, signal.SIGINT).stopping_words(3)
+    underway.end()
+    assert "no step is under way, and the run is saved now" in view_of(underway, signal.SIGINT).stopping_words(3)
 
 
 def test_a_display_that_looks_on_leaves_no_thread() -> None:

@@ -76,12 +76,14 @@ class View:
         again = "Once more stops at once, and what was not saved is lost."
         if self.underway.work == "evaluation":
             return f"{name} heard: the evaluation is given up at once, and the run is saved as it is. {again}"
+        if not self.underway.work:
+            return f"{name} heard: no step is under way, and the run is saved now. {again}"
         left = self.underway.seconds_left
-        if self.underway.work and left is not None and left > self.patience_seconds:
+        if left is not None and left > self.patience_seconds:
             return (
                 f"{name} heard: step {step:,} would take {format_seconds(left)} more, so it is given up in {patience} "
                 f"at most, and the run is saved after step {step - 1:,}. {again}"
             )
-        when = f" in about {format_seconds(left)}" if self.underway.work and left is not None else ""
+        when = f" in about {format_seconds(left)}" if left is not None else ""
         end = f"{name} heard: step {step:,} is finished{when}, or given up after {patience}"
         return f"{end}; then the run is saved. {again}"
