@@ -7,6 +7,7 @@ where it rests, and on the way out nothing is brought home.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -117,6 +118,7 @@ def assembled(setting: Setting, wanted: Wanted, gauge: Gauge | None = None) -> I
         OutOfMemory: the device cannot hold what the plan leaves on it.
         ModelError, MachineError: weights are damaged, or there is no room where they are to rest.
     """
+    gc.collect()  # an earlier model whose parts know each other is there until then
     with ExitStack() as stack:
         gauge = stack.enter_context(gauge or new_gauge(setting, wanted.budget_bytes))
         gauge.begin("loading")

@@ -117,7 +117,8 @@ class Weights:
         """Take over a parameter of ``layer`` that has just been read; ``is_mapped``: its pages are the file's."""
         for leaf in leaves_of(parameter, layer):
             if _key(leaf.tensor) not in self._laid_down:  # else it is tied to one that was
-                where: Where = "disk" if _key(leaf.tensor) in self._arrived else "device"
+                arrived_as: Where = "disk" if _key(leaf.tensor) in self._arrived else "file" if is_mapped else "host"
+                where = "device" if leaf.tensor.device == self._device and arrived_as != "disk" else arrived_as
                 weight = _Weight(leaf, leaf.tensor.detach(), where, is_mapped and self._keeps_files, is_guest=False)
                 self._move(weight, self.place)
                 self._laid_down[_key(weight.resting)] = weight
