@@ -68,6 +68,21 @@ def test_the_foot_shows_step_memory_by_cause_machine_and_the_last_change() -> No
     assert all(len(line) <= 60 for line in words_of(foot, 60).splitlines())
 
 
+def test_memory_that_changes_while_it_is_read_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, view = 100.0, view_of(in_a_step())
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    view.look()
+    known = view.reading
+
+    def changing() -> Reading:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    view.now = changing
+    now += 2.0
+    view.look()
+    assert known is not None and view.reading is known
+
+
 def test_a_sparkline_spans_its_values() -> None:
     assert sparkline([1.0, 2.0, float("nan"), 8.0]) == "▁▂!█"
     assert sparkline([]) == ""

@@ -5,7 +5,9 @@ Everything here is asked from the display's own thread and never waits for the t
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from narrowboat.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from narrowboat.machine.vitals import Pulse, Vitals
     from narrowboat.owner.meter import Reading
+
+READ_SECONDS = 2.0
+"""Between two readings of memory and machine; on a card they take some milliseconds."""
 
 
 @dataclass
@@ -38,10 +43,14 @@ class View:
     patience_seconds: float
     reading: Reading | None = None
     vitals: Vitals | None = None
+    read_at: float = -math.inf
 
     def look(self) -> None:
-        """Read memory and machine anew; what cannot be read now stays as it was."""
-        with suppress(RuntimeError):
+        """Read memory and machine anew, every other second; what cannot be read now stays as it was."""
+        if time.monotonic() < self.read_at + READ_SECONDS:
+            return
+        self.read_at = time.monotonic()
+        with suppress(Exception):  # of the thread that works, whose tensors come and go while they are counted
             self.reading = self.now()
         self.vitals = self.pulse.take()
 
