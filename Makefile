@@ -1,5 +1,6 @@
 # make setup   .venv with everything pinned        make demo   a model learns from long text, start to end
 # make check   format, lint, types, contracts      make test   the whole test suite
+# make torture kills, faults, fuzzing, for hours   make audit  known holes in what is depended on
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
@@ -9,7 +10,7 @@ DEMO_TOKENS ?= 2048
 DEMO_STEPS ?= 6
 DEMO_FOLDER ?= build/demo
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test torture check audit format clean
 
 setup: .venv/ready
 
@@ -33,11 +34,22 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+torture: setup
+	$(BIN)/python -m tests.torture --kills 200 --faults --limits --sizes --soak 1000
+	FUZZ=10000 DAMAGE=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/fuzz
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Asks the package index for each version that is installed; --strict: one that it doesn't know is a failure.
+audit: setup
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/pip install --quiet --constraint constraints.txt pip-audit
+	$(BIN)/pip freeze --exclude-editable | sed 's/+.*//' > build/audit/installed.txt
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement build/audit/installed.txt
 
 format: setup
 	$(BIN)/ruff format .

@@ -86,7 +86,7 @@ def test_shown_examples_mark_what_is_learnt_where_there_is_no_colour(prepare) ->
     ("words", "code", "said"),
     [
         (["--data.max_tokns", "9", "--segments.overlap", "-1", "--data.workers", "many"], 2, "3 options are wrong"),
-        (["--segments.max_tokens", "64", "--segments.overlap", "64"], 2, "segments.overlap is 64"),
+        (["--segments.max_tokens", "64", "--segments.overlap", "64"], 2, "segments.overlap = 64"),
         (["--data.train", ""], 2, "data.train names no file"),
         (["--data.train", "/nowhere/x.jsonl"], 1, "/nowhere/x.jsonl"),
         (["--model.name", "/nowhere/model"], 1, "there is no such folder"),

@@ -7,22 +7,24 @@ loop and recorders) is put together here, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from narrowboat import exporting, measuring, planning
-from narrowboat.errors import Interrupted
+from narrowboat.errors import Interrupted, said_in_words
 from narrowboat.evaluation.compare import Comparison
 from narrowboat.events import Event, Notice, RunEnded, Tell
 from narrowboat.exporting import Onto, Wish
 from narrowboat.memory.install import install
 from narrowboat.model.gguf_files import GgufType
 from narrowboat.monitor.recorders import Record
+from narrowboat.options import load
 from narrowboat.options.schema import Options
 from narrowboat.owner.meter import Meter as meter
 from narrowboat.planner.answer import Answer
 from narrowboat.preparing import refuse_no_data
-from narrowboat.running import Job
+from narrowboat.running import Job, refuse_many_processes
 from narrowboat.training.folder import opened
 from narrowboat.training.signals import StopRequest
 
@@ -44,28 +46,38 @@ def plan_for(options: Options, num_tokens: int | None = None, card: str = "") ->
     return planning.plan_for(planning.Question(options, num_tokens, card))
 
 
-def train(options: Options, resume: bool = False, quiet: bool = False, resume_anyway: Sequence[str] = ()) -> RunEnded:
+def train(
+    options: Options | Mapping[str, Any] | str | PathLike[str],
+    resume: bool = False,
+    quiet: bool = False,
+    resume_anyway: Sequence[str] = (),
+    callbacks: Sequence[Tell] = (),
+) -> RunEnded:
     """Train an adapter as ``options`` say and leave it in ``train.folder``/adapter.
 
     Args:
-        options: from ``options.load.load``.
+        options: a file's path, ``{"lora": {"rank": 16}}`` or ``{"lora.rank": 16}``, or what ``options.load`` gives.
         resume: go on from the newest whole checkpoint in the folder.
         quiet: show no progress; files are written all the same.
         resume_anyway: go on although these differ from what the checkpoint was made with: options (``lora.alpha``),
             or ``data``, ``weights``, ``tokenizer``.
+        callbacks: each is called with every event (``events.py``); one that fails hears no more, which is told.
 
     Raises:
         NarrowboatError: its kinds say what was refused, before which nothing in the folder has changed;
             ``Interrupted`` after a signal or ``train.max_minutes``, when the run is saved.
     """
+    options = load.of(options)
     refuse_no_data(options)
+    refuse_many_processes()
     folder, minutes = Path(options.train.folder), options.train.max_minutes
     resume = resume or bool(resume_anyway)
     with opened(folder, resume), StopRequest(None if minutes is None else 60 * minutes) as stop:
-        record = Record(folder, quiet=quiet, monitors=options.train.monitor)
+        record = Record(folder, quiet=quiet, callbacks=callbacks, monitors=options.train.monitor)
         job = Job(options, folder, record, quiet, stop)
         try:
-            return job.run(resume, resume_anyway)
+            with said_in_words():
+                return job.run(resume, resume_anyway)
         except BaseException as error:
             job.end("interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed", error)
             raise
@@ -73,6 +85,7 @@ def train(options: Options, resume: bool = False, quiet: bool = False, resume_an
             record.close()
 
 
+@said_in_words()
 def export(
     folder: Path,
     out: Path,
@@ -109,6 +122,7 @@ def export(
     return exporting.export(folder, out, Wish(merged, base, onto, gguf, host_bytes, verified), tell)
 
 
+@said_in_words()
 def evaluate(
     folder: Path,
     tell: Tell = lambda event: None,
@@ -132,6 +146,7 @@ def evaluate(
     return measuring.measure(measuring.Measurement(folder, data, base, num_answers), tell)
 
 
+@said_in_words()
 def generate(
     folder: Path,
     messages: str | Sequence[Mapping[str, str]],

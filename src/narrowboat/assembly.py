@@ -20,6 +20,7 @@ from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import OutOfMemory
 from narrowboat.events import ModelReady, Tell
+from narrowboat.machine.card import let_blocks_grow
 from narrowboat.machine.hardware import describe_device, pick_device
 from narrowboat.machine.precision import Precision, choose_precision, name_of
 from narrowboat.machine.profile import margin_of
@@ -134,6 +135,8 @@ def assembled(setting: Setting, wanted: Wanted, gauge: Gauge | None = None) -> I
 
 def new_gauge(setting: Setting, budget_bytes: int) -> Gauge:
     """One for the setting's device."""
+    if setting.device.type == "cuda":
+        let_blocks_grow()
     return Gauge(setting.device, budget_bytes, margin_of(setting.device).context_bytes)
 
 

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong options, 3 does not fit the budget, 130 an
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from narrowboat.errors import NarrowboatError, OptionError
+from narrowboat.errors import NarrowboatError, OptionError, said_in_words
 from narrowboat.events import Event, Notice
 from narrowboat.flags import with_options
 from narrowboat.options import load as options
@@ -33,8 +34,12 @@ def main() -> None:
     """Run the command line; what Narrowboat refuses becomes one clear message and an exit code."""
     for talkative in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # of kernels that this machine cannot use
         logging.getLogger(talkative).setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a console has no letters for is written as escapes
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        with said_in_words():
+            app()
     except NarrowboatError as error:
         lines = str(error).splitlines()
         if isinstance(error, OptionError) and len(lines) > 1:

@@ -15,12 +15,16 @@ NarrowboatError                     exit code 1
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 MAX_SHOWN = 400
 """Characters of a wrong value that a message shows."""
+
+NO_HOST_MEMORY = ("DefaultCPUAllocator", "can't start new thread")
+"""What a ``RuntimeError`` says when it is about host memory."""
 
 
 class NarrowboatError(Exception):
@@ -93,6 +97,26 @@ class Interrupted(NarrowboatError):
         self.exit_code = 128 + signal_number
         name = signal.Signals(signal_number).name
         super().__init__(f"Stopped by {name}; the run is saved in {saved}. Go on with --resume.")
+
+
+@contextmanager
+def said_in_words() -> Iterator[None]:
+    """Inside, what the system refuses where nobody knew better is a ``NarrowboatError`` as well.
+
+    Raises:
+        OutOfMemory: host memory ran out.
+        MachineError: a file could not be made, read or written; with its name.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_HOST_MEMORY):
+            raise
+        reason = str(error).partition("\n")[0] or "no room for another object"
+        raise OutOfMemory(f"Host memory ran out: {cut(reason)}. Free some, or allow this process more.") from error
+    except OSError as error:
+        reason, place = error.strerror or str(error) or type(error).__name__, error.filename
+        raise MachineError(f"{cut(str(place))}: {reason}" if place else reason) from error
 
 
 def cut(text: str) -> str:

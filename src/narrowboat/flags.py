@@ -53,9 +53,10 @@ def _flag(name: str, key: str) -> inspect.Parameter:
     names = [f"--{key}"]
     if field.annotation is bool:
         kind, names = bool | None, [f"--{key}/--{group}.no_{short}"]
+    meaning = f"{field.description} (default {default})" if default else str(field.description)
     declared = typer.Option(
         *names,
-        help=f"{field.description} (default {default})" if default else field.description,
+        help=meaning.replace("[", "\\["),  # which rich would take for markup
         metavar=None if field.annotation is bool else type_name(field.annotation),
         rich_help_panel=group,
         show_default=False,

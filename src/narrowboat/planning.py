@@ -23,7 +23,7 @@ from narrowboat.errors import BudgetError, ModelError, OptionError, cut, did_you
 from narrowboat.events import Event, Notice, Tell
 from narrowboat.machine.hardware import pick_device
 from narrowboat.machine.precision import choose_precision
-from narrowboat.machine.profile import CARD_MARGIN
+from narrowboat.machine.profile import card_margin
 from narrowboat.model import outside
 from narrowboat.model.base import as_folder, hush_transformers, load_config, stored_dtype
 from narrowboat.options.schema import ModelOptions, Options
@@ -38,6 +38,9 @@ from narrowboat.units import GIB, MIB, format_bytes, format_seconds
 
 HOST_BUDGET = 64 * GIB
 """Of host memory beside a card that is not here."""
+
+SOME_CARD = (8, 6)
+"""Compute capability where a budget alone is named: of most cards that people have."""
 
 AUTO_RANK = 16
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -251,7 +254,7 @@ def _card(question: Question) -> tuple[Target, Limits]:
         return card.target, Limits(memory.budget or card.memory_bytes, host_bytes)
     if memory.budget is None:
         raise OptionError("whose memory? Name a --card (such as rtx-4090), a --budget (such as 24GiB), or a run's file")
-    return Target(True, CARD_MARGIN), Limits(memory.budget, host_bytes)
+    return Target(True, card_margin(SOME_CARD)), Limits(memory.budget, host_bytes)
 
 
 def _notes(question: Question) -> list[str]:

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import choose_to_read
 from narrowboat.data.prepare import Prepared, prepare
-from narrowboat.data.show import MARKS, NO_MARKS, account_table, chosen, parts, samples
+from narrowboat.data.show import ASCII_MARKS, MARKS, NO_MARKS, account_table, chosen, parts, samples
 from narrowboat.errors import OptionError, OutOfMemory
 from narrowboat.events import Event, Notice
 from narrowboat.machine.caches import cache_folder
@@ -94,9 +94,10 @@ def run(options: Options, as_json: bool, num_shown: int) -> None:
         print(json.dumps(data.account.as_dict() | ({"samples": shown} if num_shown else {})))
         return
     console = Console(highlight=False)
-    for sample in samples(data, setting.tokenizer, num_shown, MARKS if console.color_system is None else NO_MARKS):
+    marks = (ASCII_MARKS if console.options.ascii_only else MARKS) if console.color_system is None else NO_MARKS
+    for sample in samples(data, setting.tokenizer, num_shown, marks):
         console.print(sample)
-    console.print(account_table(data.account))
+    console.print(account_table(data.account, "#" if console.options.ascii_only else "█"))
 
 
 def _say(event: Event) -> None:

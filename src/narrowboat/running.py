@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared
 from narrowboat.data.show import chosen, parts
 from narrowboat.data.trains import Trains, TrainSchedule
+from narrowboat.errors import OptionError
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
 from narrowboat.machine.drafts import write_whole
 from narrowboat.machine.hardware import describe_device
@@ -69,7 +71,7 @@ class Job:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._asked_for = self.options
-        self._position = Position(0, 0, 0, {}, {})
+        self._position = Position(0, 0)
         self._gauge: Gauge | None = None
         self.tell: Tell = self.record.record
 
@@ -87,7 +89,7 @@ class Job:
         course = self._course(data)
         governor = choose(setting, data)
         if found and found[1].plan:
-            governor.begin_with(MemoryPlan(**found[1].plan))
+            governor.begin_with(found[1].plan)
         position = self._begin_at(found, accepted, setting, data, course)
         self._gauge = new_gauge(setting, governor.budget_bytes)
         with assembled(setting, Wanted(governor.plan, governor.budget_bytes, data=data), self._gauge) as ready:
@@ -160,12 +162,12 @@ class Job:
         dtype = name_of(setting.precision.base.dtype)
         identity = self._identity(setting, data, dtype)
         if found is None:
-            return Position(0, course.num_steps, 0, asdict(identity), {}, dtype)
+            return Position(0, course.num_steps, identity=identity, dtype=dtype)
         path, position = found
-        refuse_other_run(Identity(**position.identity), identity, accepted, str(path), self.tell)
+        refuse_other_run(position.identity, identity, accepted, str(path), self.tell)
         if position.step >= course.num_steps:
             self.tell(Notice(f"Step {position.step:,} of {course.num_steps:,} is done: there is nothing left to do."))
-        return replace(position, num_steps=course.num_steps, identity=asdict(identity), dtype=dtype)
+        return replace(position, num_steps=course.num_steps, identity=identity, dtype=dtype)
 
     def _identity(self, setting: Setting, data: Prepared, dtype: str) -> Identity:
         folder = model_folder(self.options.model.name, self.tell)
@@ -205,6 +207,20 @@ class Job:
             schedule = StepSchedule(data.train.lengths, train.batch_tokens, train.seed, train.longest_first)
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
+
+
+def refuse_many_processes() -> None:
+    """A launcher starts several processes, and each of them would be the same run in the same folder.
+
+    Raises:
+        OptionError: this is one of several.
+    """
+    num = os.environ.get("WORLD_SIZE", "")
+    if num.isdecimal() and int(num) > 1:
+        raise OptionError(
+            f"This is process {os.environ.get('RANK', '0')} of {num}, as torchrun starts them (WORLD_SIZE={num}), and "
+            "Narrowboat has no option parallel: a run is one process. Start it without torchrun."
+        )
 
 
 def _go_on(ready: Assembled, checkpoint: Path) -> None:

@@ -241,8 +241,10 @@ def test_train_false_and_learn_all(chatml):
     assert "Answer 0" not in learnt_text(chatml, example)
     assert "Answer 1" in learnt_text(chatml, example)
     (example,), account = make(chatml, messages, 4096, options(learn="all"))
-    assert account.masked_tokens == 1
-    assert example.num_supervised == example.num_tokens - 1
+    assert "Answer 0" not in learnt_text(chatml, example)  # the data say so
+    assert "Question 0" in learnt_text(chatml, example)
+    assert "assistant" not in learnt_text(chatml, example)  # with which generation is prompted
+    assert example.num_supervised == example.num_tokens - account.masked_tokens
 
 
 def test_a_system_prompt_goes_into_the_question_where_the_template_takes_none(tokenizer):

@@ -37,7 +37,7 @@ def test_it_is_the_same_for_the_same_data_and_kept_with_the_cache(prepared, tmp_
 
 def test_batches_leave_no_trace(prepared):
     store = prepared([{"text": text} for text in TEXTS]).train.store
-    whole = store._batches[0]
+    whole = store.batches[0]
     assert Store([whole.slice(0, 5), whole.slice(5, 1), whole.slice(6)]).fingerprint == store.fingerprint
     assert Store([whole.slice(0, 5), whole.slice(6)]).fingerprint != store.fingerprint
 

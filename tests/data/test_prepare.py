@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from narrowboat.data import prepare as preparing
+from narrowboat.data import gathering
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.examples import IGNORED
 from narrowboat.data.prepare import Prepared, prepare
@@ -266,7 +266,7 @@ def test_the_cache_is_hit_missed_and_made_again(tokenizer, folder, options_for, 
     found = prepare(options, tokenizer, 8192, second, cache)
     assert "prepared and kept" in first
     assert "prepared before" in second
-    assert "1 files and folders are of kinds that are not read: 1 .png" in second  # what was said once is said again
+    assert "1 files and folders are not read: 1 .png" in second  # what was said once is said again
     assert found.account == made.account
     assert token_ids(found) == token_ids(made) == token_ids(prepare(options, tokenizer, 8192, Said()))
 
@@ -325,7 +325,7 @@ def test_a_cache_that_cannot_be_written_is_one_clear_sentence(tokenizer, folder,
 
 
 def test_any_number_of_workers_makes_the_same(tokenizer, write_lines, options_for, monkeypatch):
-    monkeypatch.setattr(preparing, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(gathering, "BATCH_DOCUMENTS", 3)
     records = [{"text": f"Document {i}. " * (20 + i)} for i in range(12)] + [{"messages": GOOD}, {"text": ""}]
     path = write_lines(records)
     alone = prepare(options_for(path, max_tokens=64), tokenizer, 8192, Said())
@@ -344,7 +344,7 @@ def test_any_number_of_workers_makes_the_same(tokenizer, write_lines, options_fo
 
 
 def test_a_very_long_document_is_one_document(tokenizer, tmp_path, options_for, monkeypatch):
-    monkeypatch.setattr(preparing, "BATCH_CHARS", 2000)
+    monkeypatch.setattr(gathering, "BATCH_CHARS", 2000)
     text = "".join(f"Sentence {i} of a long document.\n\n" for i in range(450))
     (tmp_path / "a.txt").write_text(text)
     options = options_for(
@@ -366,7 +366,7 @@ def test_a_very_long_document_is_one_document(tokenizer, tmp_path, options_for, 
 
 
 def test_a_long_text_field_comes_in_blocks_as_well(tokenizer, write_lines, options_for, monkeypatch):
-    monkeypatch.setattr(preparing, "BATCH_CHARS", 2000)
+    monkeypatch.setattr(gathering, "BATCH_CHARS", 2000)
     path = write_lines([{"text": "A line of text.\n\n" * 900}, {"text": "Short."}])
     prepared = prepare(options_for(path, max_tokens=64), tokenizer, 8192, Said())
     assert prepared.account.num_documents == 2

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from narrowboat.data.reading import Record
-from narrowboat.data.records import Dialogue, Pair, Text, to_document
+from narrowboat.data.raw import Record
+from narrowboat.data.records import Dialogue, Pair, Records, Text
 from narrowboat.errors import DataError
 
 
 def document(value, name="auto", names=None):
-    return to_document(Record("a.jsonl, line 1", value, "record"), name, names)
+    return Records(name, names).document(Record("a.jsonl, line 1", value, "record"))
 
 
 def turns(value, **kwargs) -> list[tuple[str, str]]:
@@ -81,14 +81,14 @@ def test_r07_turns_of_one_speaker_are_joined():
         ({"messages": [{"role": "user", "content": None}]}, "content that is null"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half a character"),
-        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls that are a int"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls of message 1 is a number, not a list"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a tool without a name"),
         ({"conversations": [{"from": "function_call", "value": "{"}]}, "not valid JSON"),
         ({"messages": [{"role": "assistant", "content": "x"}], "tools": "{"}, "tools is not valid JSON"),
         ({"conversations": [{"from": "human"}]}, "null"),
         ({"text": None}, "text is null"),
         ({"text": "  "}, "text is empty"),
-        ({"text": 3}, "text is a int"),
+        ({"text": True}, "text is true or false, not text"),
         ({"prompt": "x", "completion": ""}, "completion is empty"),
         ({"txt": "x"}, "Did you mean 'text'"),
         ({}, "none"),

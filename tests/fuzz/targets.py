@@ -8,26 +8,52 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from narrowboat import planning
 from narrowboat.card import licence_of
-from narrowboat.errors import CheckpointError
+from narrowboat.cli import app
+from narrowboat.data.labels import ChatTemplate
+from narrowboat.data.tokens import Encoder
+from narrowboat.errors import CheckpointError, OptionError
+from narrowboat.machine import manifest
+from narrowboat.machine.drafts import stamp_of
+from narrowboat.machine.json_files import parse_json
+from narrowboat.machine.manifest import MANIFEST
 from narrowboat.machine.precision import choose_precision
+from narrowboat.model.adapters import adapt
 from narrowboat.model.base import check_weights, empty_base, load_base, load_config, load_tokenizer, weight_files
 from narrowboat.model.changes import Changes
 from narrowboat.model.saved import check_adapter
 from narrowboat.monitor.report import write_report
+from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.load import dump, load, load_back
-from narrowboat.options.schema import ModelOptions, Options
-from narrowboat.training.checkpoint import newest_checkpoint
+from narrowboat.options.schema import LoraOptions, ModelOptions, OptimizerOptions, Options
+from narrowboat.training.checkpoint import ADAPTER, RUN, STATES, TREE, newest_checkpoint, restore
+from narrowboat.training.sameness import refuse_other_run
+from tests.data.templates import QWEN3
 
 CORPUS = Path(__file__).parent / "corpus"
 CPU = torch.device("cpu")
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+DIALOGUE = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
+    },
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "It is 4."},
+]
 
 
 @dataclass(frozen=True)
@@ -78,6 +104,24 @@ def _read_flags(folder: Path) -> None:
     load(None, {key.strip(' "'): value.strip(' "') for key, _, value in pairs})
 
 
+def _words(folder: Path) -> None:
+    words = ["plan", "--known", "--model", "llama-3.1-8b", "--rank=16", "--tokens", "4096", "--budget", "24GiB"]
+    words += ["--lora.targets", "q_proj", "--packing.no_enabled", "--data.strict", "run.yaml"]
+    (folder / "words.txt").write_text("\n".join(words))
+    (folder / "run.yaml").write_text("lora: {alpha: 8}\n")
+
+
+def _read_words(folder: Path) -> None:
+    """``narrowboat`` itself up to where its command begins; what the parser says of its words is a sentence as well."""
+    words = (folder / "words.txt").read_text(errors="replace").split("\n")
+    with chdir(folder), redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said:
+        try:
+            app(["plan", "--known", *words[2:]], "narrowboat")
+        except SystemExit as done:
+            if done.code:
+                raise OptionError(said.getvalue().strip()) from None
+
+
 def _plan(folder: Path) -> None:
     words = {
         "tokens": 4096,
@@ -100,6 +144,27 @@ def _read_plan(folder: Path) -> None:
     planning.search_for(planning.Question(options, number, card, here=False))
 
 
+_FORGED = tuple(
+    f"step-000002/{name}"
+    for name in (RUN, TREE, STATES, "adapter/adapter_config.json", "adapter/adapter_model.safetensors")
+)
+
+
+def _sealed_again(folder: Path) -> Path:
+    """Give the newest checkpoint in ``folder`` the digests of what it holds now, where its lists can still be read."""
+    path = max(folder.iterdir())
+    with suppress(ValueError):
+        for name, among in ((f"{ADAPTER}/{MANIFEST}", ("*",)), (RUN, ("*", "*/*"))):
+            said = path / name
+            files = [file for pattern in among for file in said.parent.glob(pattern) if file.is_file() and file != said]
+            stamps = {str(file.relative_to(said.parent)): stamp_of(file) for file in files}
+            content = parse_json(said.read_bytes())
+            said.write_bytes(
+                manifest.render({k: v for k, v in content.items() if k not in ("digest", "files")}, stamps)
+            )
+    return path
+
+
 class Folders:
     """Targets whose good folders were made by real runs: ``model``, ``adapter`` and ``run`` are theirs."""
 
@@ -109,16 +174,19 @@ class Folders:
     def all(self) -> list[Target]:
         """Every target."""
         return [
-            Target("options", _options, _read_options, share=0.24),
-            Target("flags", _flags, _read_flags, share=0.2),
+            Target("options", _options, _read_options, share=0.18),
+            Target("flags", _flags, _read_flags, share=0.11),
+            Target("command line", _words, _read_words, share=0.05),
             Target("plan flags", _plan, _read_plan, share=0.06),
-            Target("checkpoint", self._checkpoint, self._read_checkpoint, share=0.14),
+            Target("checkpoint", self._checkpoint, self._read_checkpoint, share=0.1),
+            Target("forged checkpoint", self._checkpoint, self._read_forged, _FORGED, share=0.09),
             Target(
                 "adapter", self._adapter, self._read_adapter, ("adapter_config.json", "adapter_model.safetensors"), 0.1
             ),
             Target("events", self._events, write_report, ("events.jsonl",), 0.06),
             Target("configuration", self._base, self._read_base, ("config.json",), 0.1),
             Target("tokenizer", self._base, self._read_tokenizer, ("tokenizer_config.json", "tokenizer.json"), 0.03),
+            Target("template", self._base_with_template, self._read_template, ("chat_template.jinja",), 0.05),
             Target("index", self._index, self._read_index, ("model.safetensors.index.json",), 0.05),
             Target("weights", self._base, self._read_weights, ("model.safetensors", "generation_config.json"), 0.02),
         ]
@@ -132,6 +200,20 @@ class Folders:
         newest_checkpoint(folder, told.append)
         if told:
             raise CheckpointError(told[0].text)
+
+    def _read_forged(self, folder: Path) -> None:
+        """Whoever forges a checkpoint writes digests that fit: it is whole, and may hold anything."""
+        path = _sealed_again(folder)
+        found = newest_checkpoint(folder, _tell)
+        own = newest_checkpoint(self._run / "checkpoints", _tell)
+        assert found is not None and own is not None
+        refuse_other_run(found[1].identity, own[1].identity, (), str(path), _tell)
+        model = adapt(LlamaForCausalLM(LlamaConfig.from_pretrained(self._model)), self._lora, _tell).model
+        restore(path, model, build_optimizer(OptimizerOptions(), model.named_parameters()))
+
+    @property
+    def _lora(self) -> LoraOptions:
+        return load_back(self._run / "options.yaml", _tell).lora
 
     def _adapter(self, folder: Path) -> None:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -161,6 +243,15 @@ class Folders:
 
     def _read_tokenizer(self, folder: Path) -> None:
         load_tokenizer(str(folder), _tell)
+
+    def _base_with_template(self, folder: Path) -> None:
+        self._base(folder)
+        (folder / "chat_template.jinja").write_text(QWEN3)
+
+    def _read_template(self, folder: Path) -> None:
+        """As a template reaches training: with its tokenizer, for the labels of a dialogue with a call."""
+        tokenizer = load_tokenizer(str(folder), _tell)
+        ChatTemplate(tokenizer, Encoder(tokenizer)).render(DIALOGUE, TOOLS)
 
     def _index(self, folder: Path) -> None:
         self._base(folder)

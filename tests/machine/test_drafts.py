@@ -15,13 +15,14 @@ from narrowboat.errors import CheckpointError
 from narrowboat.machine import manifest
 from narrowboat.machine.caches import filling
 from narrowboat.machine.drafts import clear, stamp_of, whole, write_whole
+from narrowboat.machine.tensor_files import blocks_of
 
 
 def fill(folder: Path, word: bytes) -> None:
     with whole(folder) as draft:
         draft.write("a.txt", word + word)
         draft.write("below/b.txt", word)
-        draft.write_tensors("c.safetensors", {"c": torch.arange(5)})
+        draft.write_blocks("c.safetensors", blocks_of({"c": torch.arange(5)}))
         draft.write("manifest.json", manifest.render({"step": 3}, draft.stamps))
 
 

@@ -50,4 +50,4 @@ def test_what_lies_across_is_written_in_order() -> None:
 
 def test_a_format_without_a_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"a is held in torch\.complex64, for which safetensors has no name"):
-        Draft(tmp_path).write_tensors("x", {"a": torch.zeros(1, dtype=torch.complex64)})
+        Draft(tmp_path).write_blocks("x", blocks_of({"a": torch.zeros(1, dtype=torch.complex64)}))

@@ -122,3 +122,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b"half\n")
     with pytest.raises(DataError, match="none of its 1 lines is an event"):
         read_history(tmp_path / "events.jsonl")
+
+
+@pytest.mark.parametrize("place", [-4, -15], ids=["in the sum", "in its name"])
+def test_a_line_whose_check_sum_is_no_longer_one_is_damaged(place: int, write: Write, tmp_path: Path) -> None:
+    path = write([started(tmp_path), step_done(1), step_done(2)])
+    first, second, third, end = path.read_bytes().split(b"\n")
+    damaged = bytearray(second)
+    damaged[place] ^= 0x10
+    path.write_bytes(b"\n".join([first, bytes(damaged), third, end]))
+    history = read_history(path)
+    assert (history.unreadable_lines, list(history.steps)) == ([2], [2])

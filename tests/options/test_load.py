@@ -136,3 +136,11 @@ def test_every_option_has_a_sentence_and_there_are_at_most_eighty() -> None:
     found = dict(fields())
     assert all(field.description and field.description.endswith(".") for field in found.values())
     assert len(found) <= 80
+
+
+def test_a_flag_for_a_group_that_the_file_has_as_text_hides_no_mistake(tmp_path: Path) -> None:
+    """It was a TypeError."""
+    path = tmp_path / "run.yaml"
+    path.write_text("lora: rank 8\n")
+    with pytest.raises(OptionError, match=r"run\.yaml, line 1: lora = 'rank 8': input should be a valid dictionary"):
+        load(path, {"lora.rank": "16"})

@@ -111,7 +111,7 @@ def trained(model_: Any, tmp_path: Path, schedule: Any = None, position: Positio
         Gauge(torch.device("cpu"), 2**40) as gauge,
         entered(model_, scale=scale, **kwargs) as engine,
     ):
-        start = position or Position(0, 10, 0, {}, {})
+        start = position or Position(0, 10)
         recovery = Recovery(engine, gauge, Governor([engine.plan], 2**40), told.append)
         saver = Saver(tmp_path, 2, gauge, 0.9, told.append)
         with StopRequest() as stop:
@@ -190,7 +190,7 @@ def test_many_in_a_row_end_the_run_with_the_likely_cause(dtype, damage: str, cau
 
 
 def test_a_resumed_run_goes_on_with_its_scale_and_its_rows(tmp_path: Path):
-    position = Position(4, 10, 80, {}, {}, num_skipped=3, num_passed_over=1, scale={"value": 64.0, "num_good": 7})
+    position = Position(4, 10, 80, num_skipped=3, num_passed_over=1, scale={"value": 64.0, "num_good": 7})
     _, told, _ = trained(model(torch.float16), tmp_path, position=position, scale=LossScale(2.0**16, 8))
     first = next(e for e in told if isinstance(e, StepDone))
     assert (first.step, first.num_skipped) == (5, 3)

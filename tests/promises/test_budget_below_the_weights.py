@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from narrowboat import api, running
+from narrowboat.errors import Interrupted
 from narrowboat.model.embedded import fetch
+from narrowboat.optimizers.schedule import learning_rate
+from narrowboat.options.load import load
+from narrowboat.options.schema import Options
+from narrowboat.plan import MemoryPlan
+from narrowboat.training import loop
+from narrowboat.training.governor import Governor
 from narrowboat.units import MIB
 
 LAYERS = 12
@@ -103,6 +114,41 @@ def test_a_model_larger_than_the_budget(
         assert found["adapter"]["answers"]
         narrowboat("export", str(tmp_path / "run"), str(tmp_path / "merged"))
         assert (tmp_path / "merged" / "model.safetensors").stat().st_size == pytest.approx(weight_bytes, rel=0.02)
+
+
+def test_stopped_below_the_weights_it_goes_on_as_if_it_had_not_been(
+    model: Path, dialogues: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SIGTERM in step 2; stopping, saving, leaving and going on keep the budget, and the result is the same."""
+    budget = (model / "model.safetensors").stat().st_size // 4
+
+    def options(name: str) -> Options:
+        return load(None, {
+            "model.name": str(model), "model.dtype": "float32", "model.device": "cpu", "lora.rank": 4,
+            "data.train": str(dialogues), "data.heldout_share": 0.2, "data.cache": str(tmp_path / "prepared"),
+            "optimizer.warmup_steps": 1, "train.steps": 3, "train.batch_tokens": 400, "train.save_every": 1,
+            "memory.budget": str(budget), "train.folder": str(tmp_path / name),
+        })  # fmt: skip
+
+    def stopped(*args: Any) -> float:
+        if args[1] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learning_rate(*args)
+
+    api.train(options("whole"), quiet=True)
+    plan = MemoryPlan.model_validate_json((tmp_path / "whole" / "plan.json").read_text())
+    assert plan.weights == "disk"
+    monkeypatch.setattr(running, "choose", lambda setting, data: Governor([plan], budget))  # which takes ten seconds
+    monkeypatch.setattr(loop, "learning_rate", stopped)
+    with pytest.raises(Interrupted):
+        api.train(options("part"), quiet=True)
+    monkeypatch.setattr(loop, "learning_rate", learning_rate)
+    api.train(options("part"), resume=True, quiet=True)
+    whole, part = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "part"))
+    assert whole.keys() == part.keys() and all(whole[name].equal(part[name]) for name in whole)
+    events = [json.loads(line) for line in (tmp_path / "part" / "events.jsonl").read_text().splitlines()]
+    assert [event["outcome"] for event in of(events, "RunEnded")] == ["interrupted", "done"]
+    assert all(0 < event["peak_bytes"] <= budget for event in of(events, "RunEnded"))
 
 
 def test_a_layer_larger_than_the_budget_is_refused_with_its_bytes(model: Path, dialogues: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -69,23 +71,28 @@ def cases() -> list[Case]:
     return [*found, Case("qwen3", stream, dtype=torch.bfloat16), Case("qwen3", recompute, dtype=torch.bfloat16)]
 
 
-def read(case: Case) -> Reading:
-    """A real step's peak, the third one's: by then the optimizer has its states and what would take them back."""
+@contextmanager
+def engine_of(case: Case, device: torch.device) -> Iterator[tuple[Engine, list[Row]]]:
+    """An engine with the case's model on ``device``, and the rows of its step."""
     torch.manual_seed(0)
     options = case.options()
-    base = transformers.AutoModelForCausalLM.from_config(case.config(), dtype=case.dtype)
+    base = transformers.AutoModelForCausalLM.from_config(case.config(), dtype=case.dtype).to(device)
     model = adapt(base, options.lora, lambda event: None).model
     optimizer = build_optimizer(options.optimizer, model.named_parameters())
     ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], case.num_tokens, dtype=np.int32)
-    rows = [Row(ids, ids, (case.num_tokens,))] * case.num_rows
     plan = case.plan.model_copy(update={"micro_batch_tokens": case.num_rows * case.num_tokens})
-    with Meter(one_memory=True) as meter:
-        meter.watch_model(model)
-        with Engine(model, optimizer, plan, pad_id=0, clip_norm=1.0) as engine:
-            for _ in range(3):
-                meter.reset_peak()
-                engine.step(rows, learning_rate=1e-4, seed=0)
-            return meter.peak  # leaving the engine brings weights home
+    with Engine(model, optimizer, plan, pad_id=0, clip_norm=1.0) as engine:
+        yield engine, [Row(ids, ids, (case.num_tokens,))] * case.num_rows
+
+
+def read(case: Case) -> Reading:
+    """A real step's peak, the third one's: by then the optimizer has its states and what would take them back."""
+    with Meter(one_memory=True) as meter, engine_of(case, torch.device("cpu")) as (engine, rows):
+        meter.watch_model(engine.model)
+        for _ in range(3):
+            meter.reset_peak()
+            engine.step(rows, learning_rate=1e-4, seed=0)
+        return meter.peak  # leaving the engine brings weights home
 
 
 def foresee(case: Case) -> Forecast:

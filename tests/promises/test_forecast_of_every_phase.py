@@ -45,9 +45,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 5, "max_position_embeddings": 512}
-    tiny("llama", **sizes).save_pretrained(folder)
+    return write_model(tmp_path_factory.mktemp("model"), hidden_size=128, intermediate_size=256)
+
+
+def write_model(folder: Path, **sizes: int) -> Path:
+    """A small Llama and a tokenizer of as many words, in ``folder``."""
+    tiny("llama", num_hidden_layers=5, max_position_embeddings=512, **sizes).save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     return folder

@@ -235,28 +235,6 @@ def test_a_save_that_fails_is_told_and_the_run_ends_with_an_error_and_its_adapte
     assert same(weights(folder), weights(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "schedule_free"])
-def test_the_best_by_held_out_loss_is_kept_apart(
-    optimizer: str, run_options: RunOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses = [3.0, 2.0, 1.0, 1.5, 1.2]
-    monkeypatch.setattr("narrowboat.training.loop._evaluate", lambda recovery, course, step, tell: losses[step])
-    options = run_options(
-        **{"train.evaluate_every": 1, "train.keep_best": True, "train.save_every": 1, "train.keep_checkpoints": 9},
-        **{"optimizer.name": optimizer},
-    )
-    api.train(options, quiet=True)
-    best = tmp_path / "run" / "best"
-    manifest = json.loads((best / "manifest.json").read_text())
-    assert (manifest["step"], manifest["heldout_loss"]) == (2, 1.0)
-    then = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "adapter" / "adapter_model.safetensors")
-    kept = load_file(best / "adapter_model.safetensors")
-    assert same(kept, then) == (optimizer == "adamw")  # which trains on other weights than it hands out
-    assert not same(kept, weights(tmp_path / "run"))
-    done = api.export(best, tmp_path / "out", say=lambda text: None)
-    assert done["verified"]["max_difference"] <= 1e-4
-
-
 @pytest.mark.parametrize(("asked", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("max_minutes", 143), ("twice", 143)])
 def test_asked_to_stop_it_is_saved_and_says_by_what(
     asked: str, code: int, run_options: RunOptions, tmp_path: Path
@@ -265,14 +243,12 @@ def test_asked_to_stop_it_is_saved_and_says_by_what(
     more = {"train.max_minutes": 0.1} if asked == "max_minutes" else {}
     options = run_options(**{"train.steps": 100_000, "train.save_every": 0, "train.evaluate_every": 3, **more})
     with started(options, tmp_path / "run.yaml") as process:
-        wait_for(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(events(tmp_path / "run")) > 8)
-        if asked == "SIGINT":
-            process.send_signal(signal.SIGINT)
-        elif asked != "max_minutes":
-            process.send_signal(signal.SIGTERM)
+        if asked != "max_minutes":
+            wait_for(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(events(tmp_path / "run")) > 8)
+            process.send_signal(signal.SIGINT if asked == "SIGINT" else signal.SIGTERM)
         if asked == "twice":
             process.send_signal(signal.SIGINT)  # as a launcher forwards it
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == code, said
     assert "the run is saved in" in said
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()

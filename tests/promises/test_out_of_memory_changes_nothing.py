@@ -167,9 +167,7 @@ def test_r15_a_shrunken_micro_batch_is_resumed_and_no_sample_repeated(tmp_path: 
     assert found is not None
     position = found[1]
     assert (position.step, position.num_steps) == (3, 6)
-    again = Run(
-        tmp_path / "again", **many, budget_bytes=budget, begin_with=whole.rungs[0].model_validate(position.plan)
-    )
+    again = Run(tmp_path / "again", **many, budget_bytes=budget, begin_with=position.plan)
     again.go(position)
     assert [s.step for s in again.steps] == [4, 5, 6]
     assert again.steps[0].num_micro_batches == whole.steps[3].num_micro_batches > 1

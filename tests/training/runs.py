@@ -112,7 +112,7 @@ class Run:
                 restore(resume, model, optimizer)
             for mode in self.modes:
                 stack.enter_context(mode)
-            position = position or Position(0, self.num_steps, 0, {}, {})
+            position = position or Position(0, self.num_steps)
             saver = Saver(self.folder, options.train.keep_checkpoints, self.gauge, 0.9, self.events.append)
             stop = stack.enter_context(StopRequest())
             done = run(recovery, course, options, position, saver, stop, self.events.append)

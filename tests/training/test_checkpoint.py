@@ -13,6 +13,7 @@ from tests.memory.families import adapted
 from narrowboat.errors import CheckpointError
 from narrowboat.events import CheckpointSaved, Event, Notice
 from narrowboat.machine.drafts import HashedFile, clear
+from narrowboat.plan import MemoryPlan
 from narrowboat.training.checkpoint import (
     RUN,
     STATES,
@@ -24,6 +25,7 @@ from narrowboat.training.checkpoint import (
     snapshot,
     write,
 )
+from narrowboat.training.sameness import Identity
 
 FILES = ["adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/manifest.json", RUN, STATES, TREE]
 
@@ -39,8 +41,8 @@ def stepped() -> tuple[Any, torch.optim.Optimizer]:
 
 
 def at(step: int) -> Position:
-    identity = {"contents": {"data": "abc"}, "options": {"lora.rank": 4, "optimizer.beta1": None}}
-    return Position(step, 10, 100 * step, identity, {"layers": "recompute"}, "float32", 2.5)
+    identity = Identity({"data": "abc"}, {"lora.rank": 4, "optimizer.beta1": None, "lora.targets": ["q_proj"]})
+    return Position(step, 10, 100 * step, identity, MemoryPlan(layers="recompute"), "float32", 2.5)
 
 
 def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, keep: int = 3) -> CheckpointSaved:

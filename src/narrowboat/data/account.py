@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from narrowboat.data.keys import looks_like
+from narrowboat.errors import cut
+
 MAX_NAMED = 20  # broken records that are named; all are counted
+UNLEARNT = "records say of themselves that they are not to be learnt"
 
 
 @dataclass
@@ -25,6 +29,7 @@ class Account:
     num_open: int = 0  # dialogues whose last answer ends with no end-of-turn token
     num_joined_turns: int = 0
     num_folded_systems: int = 0
+    num_unheeded: int = 0  # messages that are no answers and say that they are to be learnt
     read_tokens: int = 0  # by the training tokenizer, with its special tokens and the template's words
     repeated_tokens: int = 0  # shown again: overlap, pinned turns, notes about what was left out
     learnt_tokens: int = 0
@@ -35,10 +40,23 @@ class Account:
     num_broken: int = 0
     broken: list[tuple[str, str]] = field(default_factory=list)  # the first ones' place and reason
     formats: Counter[str] = field(default_factory=Counter)  # records by the format they were read as
-    left_out_files: Counter[str] = field(default_factory=Counter)  # by suffix, and folders by name
+    left_out_files: Counter[str] = field(default_factory=Counter)  # by suffix or reason, and folders by name
+    unread_fields: Counter[str] = field(default_factory=Counter)  # fields that are not known
+    aside_fields: Counter[str] = field(default_factory=Counter)  # fields set aside on purpose
+    hidden: Counter[str] = field(default_factory=Counter)  # what the chat template does not show
+    special_names: Counter[str] = field(
+        default_factory=Counter
+    )  # names of special tokens in texts, by what they became
+    template_dates: Counter[str] = field(default_factory=Counter)  # what the chat template was told is today
     num_compressed: int = 0  # dialogues of which turns were left out
     compressed_from_tokens: int = 0
     compressed_to_tokens: int = 0
+    num_cut_prompts: int = 0
+    oversized: list[tuple[str, int]] = field(default_factory=list)  # the first dialogues above the limit: place, tokens
+    longest_prompt_tokens: int = 0  # of the dialogues above the limit
+    longest_answer_tokens: int = 0
+    needed_tokens: int = 0  # that would hold the last exchange of each of them
+    sources: list[dict[str, Any]] = field(default_factory=list)  # each source of a mixture and what became of it
     num_train_examples: int = 0
     num_heldout_examples: int = 0
     num_rows: int = 0
@@ -67,23 +85,33 @@ class Account:
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
+            elif name.startswith(("longest_", "needed_")):
+                setattr(self, name, max(getattr(self, name), value))
             else:
                 setattr(self, name, getattr(self, name) + value)
-        del self.broken[MAX_NAMED:]
+        del self.broken[MAX_NAMED:], self.oversized[MAX_NAMED:]
 
-    def add_broken(self, place: str, reason: str) -> None:
-        """Count a record that cannot be used."""
-        self.num_broken += 1
+    def add_broken(self, place: str, reason: str, num: int = 1) -> None:
+        """Count ``num`` records that cannot be used."""
+        self.num_broken += num
         if len(self.broken) < MAX_NAMED:
-            self.broken.append((place, reason))
+            self.broken.append((place, cut(reason)))
+
+    def add_oversized(self, place: str, num_tokens: int, num_prompt: int, num_answer: int) -> None:
+        """Note a dialogue whose last exchange alone has ``num_tokens``, too many."""
+        self.oversized.append((place, num_tokens))
+        self.longest_prompt_tokens = max(self.longest_prompt_tokens, num_prompt)
+        self.longest_answer_tokens = max(self.longest_answer_tokens, num_answer)
+        self.needed_tokens = max(self.needed_tokens, num_tokens)
 
     def notices(self) -> Iterator[str]:
         """What was skipped, dropped or changed: each said once, with its number."""
         if self.num_broken:
             total = self.num_documents + self.num_broken
             shown = "; ".join(f"{place}: {reason}" for place, reason in self.broken[:5])
-            more = f"; and {self.num_broken - 5:,} more" if self.num_broken > 5 else ""
+            more = f"; and {self.num_broken - 5:,} more" if self.num_broken > 5 and len(self.broken) > 5 else ""
             yield f"kept {self.num_documents:,} of {total:,} records; skipped: {shown}{more}"
+        yield from self._fields()
         for reason, num_tokens in self.dropped_tokens.items():
             yield f"dropped {num_tokens:,} of {self.read_tokens:,} tokens: {reason}"
         if self.num_compressed:
@@ -94,11 +122,34 @@ class Account:
             "dialogues end with no end-of-turn token under this chat template: nothing teaches to stop": self.num_open,
             "turns were joined to the turn before by the same speaker": self.num_joined_turns,
             "system prompts went to the head of the first question: the template takes none": self.num_folded_systems,
+            "messages that are no answers ask to be learnt; data.learn: all would": self.num_unheeded,
+            "prompts above the limit were cut in their middle": self.num_cut_prompts,
+            UNLEARNT: self.dropped_documents[UNLEARNT],
         }
         yield from (f"{num:,} {text}" for text, num in counted.items() if num)
+        for what, num in self.hidden.items():
+            yield f"{num:,} {what} are not shown by the chat template, and not learnt"
+        for what, num in self.special_names.items():
+            yield f"{num:,} names of special tokens stand in the texts and are read as {what}; see data.special_tokens"
+        for date in self.template_dates:
+            yield f"the chat template asks for the date and is told {date}, so that data is the same tomorrow"
         if self.left_out_files:
             names = ", ".join(f"{num:,} {suffix}" for suffix, num in self.left_out_files.most_common(8))
-            yield f"{self.left_out_files.total():,} files and folders are of kinds that are not read: {names}"
+            yield f"{self.left_out_files.total():,} files and folders are not read: {names}"
+
+    def _fields(self) -> Iterator[str]:
+        """Fields that are not known, those first that look as if they should be."""
+        quiet: list[str] = []
+        for name, num in self.unread_fields.items():
+            if what := looks_like(name.partition(" of a ")[0]):
+                yield (
+                    f"NOT FOLLOWED: the field {name}, {num:,} times, looks like {what}, and is not known; docs/data.md "
+                    f"has the fields that are read, and data.columns: id={name.partition(' ')[0]} sets it aside"
+                )
+            else:
+                quiet.append(f"{name} ({num:,})")
+        if quiet:
+            yield f"fields that are not known, and not read: {', '.join(quiet)}"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: the counts, and both sides of the equation."""
@@ -116,4 +167,5 @@ class Account:
                 read = {int(length): num for length, num in read.items()}
             setattr(account, name, Counter(read) if isinstance(value, Counter) else read)
         account.broken = [(place, reason) for place, reason in account.broken]
+        account.oversized = [(place, num_tokens) for place, num_tokens in account.oversized]
         return account

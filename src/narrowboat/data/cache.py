@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from narrowboat.data.account import Account
 from narrowboat.data.fingerprint import Fingerprint
-from narrowboat.data.sources import Source
+from narrowboat.data.kinds import Source
 from narrowboat.data.store import SCHEMA, Store
 from narrowboat.errors import DataError
 from narrowboat.machine.caches import filling
@@ -35,10 +35,11 @@ FORMAT = 3  # of the shards; a new number makes all caches anew
 
 def key_of(sources: Sequence[Source], tokenizer: Any, settings: Mapping[str, Any]) -> str:
     """A name for what ``sources`` become under ``settings``; reads all of their bytes."""
+    digests = {path: _content(path) for path in {source.path for source in sources}}
     parts = {
         "format": FORMAT,
         "version": version("narrowboat"),
-        "sources": [[str(source.path), source.kind, _digest(source.path)] for source in sources],
+        "sources": [[source.name, source.kind, digests[source.path]] for source in sources],
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "template": tokenizer.chat_template,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
@@ -140,6 +141,14 @@ def _large(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 def _digest_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _content(path: Path) -> str:
+    """A digest of a source; one that cannot be read is told when its turn to be read comes."""
+    try:
+        return _digest(path)
+    except OSError as error:
+        return f"unreadable: {error}"
 
 
 def _digest(path: Path) -> str:

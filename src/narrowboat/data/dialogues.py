@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -33,11 +34,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A dialogue's messages by what may be left out: ``pinned`` never; each of ``exchanges`` as a whole."""
+    """A dialogue's messages by what may be left out: ``pinned`` never; each of ``exchanges`` as a whole.
+
+    ``learnable`` are those that may be learnt, ``silent`` those that say that they are not to be.
+    """
 
     pinned: tuple[int, ...]
     exchanges: tuple[tuple[int, ...], ...]
     learnable: frozenset[int]
+    silent: frozenset[int]
 
     @classmethod
     def of(cls, messages: Sequence[Message], learn: str) -> Outline:
@@ -49,7 +54,8 @@ class Outline:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learnable = [i for i in (answers[-1:] if learn == "last" else answers) if messages[i].get("train", True)]
         exchanges = tuple(tuple(range(start, end)) for start, end in zip(starts, ends, strict=True))
-        return cls(tuple(range(first)), exchanges, frozenset(learnable))
+        silent = frozenset(i for i, message in enumerate(messages) if not message.get("train", True))
+        return cls(tuple(range(first)), exchanges, frozenset(learnable), silent)
 
     def whole(self) -> Part:
         """All of it."""
@@ -71,7 +77,7 @@ class Outline:
         return found[-1] if found else len(self.exchanges) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Room:
     """Tokens of each exchange, what stands around them in every part, and what all may come to."""
 
@@ -79,26 +85,34 @@ class Room:
     pinned: int
     limit: int
 
-    def fits(self, kept: Sequence[int]) -> bool:
-        """Whether these exchanges fit, by the tokens they had in the whole dialogue."""
-        return self.pinned + int(self.exchanges[list(kept)].sum()) <= self.limit
+    @cached_property
+    def _sums(self) -> Costs:
+        return np.concatenate([[0], np.cumsum(self.exchanges)])
+
+    def tokens(self, first: int, end: int) -> int:
+        """Of exchanges ``first:end``, as many as they had in the whole dialogue."""
+        return int(self._sums[end] - self._sums[first])
+
+    def fits(self, first: int, end: int, more: int = 0) -> bool:
+        """Whether exchanges ``first:end`` fit, with ``more`` tokens beside them."""
+        return self.pinned + self.tokens(first, end) + more <= self.limit
 
 
 def drop_oldest(outline: Outline, room: Room) -> list[Part]:
     """The newest exchanges that fit."""
-    kept = [outline.last]
-    while kept[0] > 0 and room.fits([kept[0] - 1, *kept]):
-        kept.insert(0, kept[0] - 1)
-    return [outline.part(kept)]
+    first = last = outline.last
+    while first > 0 and room.fits(first - 1, last + 1):
+        first -= 1
+    return [outline.part(range(first, last + 1))]
 
 
 def first_and_recent(outline: Outline, room: Room, recent: int) -> list[Part]:
     """The first exchange, which often says what all is about, and the last ``recent``, fewer if they do not fit."""
     last = outline.last
     for num_recent in range(min(recent, last), 0, -1):
-        kept = [0, *range(last - num_recent + 1, last + 1)]
-        if room.fits(kept):
-            return [outline.part(kept)]
+        recent_first = last - num_recent + 1
+        if room.fits(recent_first, last + 1, room.tokens(0, 1)):
+            return [outline.part([0, *range(recent_first, last + 1)])]
     return [outline.part([last])]
 
 
@@ -115,13 +129,13 @@ def windows(outline: Outline, room: Room, context_tokens: int) -> list[Part]:
     The context is what fits into ``context_tokens``; 0 for none.
     """
     parts: list[Part] = []
-    first = 0
-    while first <= outline.last:
+    first, last = 0, outline.last
+    while first <= last:
         end = first + 1
-        while end <= outline.last and room.fits(range(first, end + 1)):
+        while end <= last and room.fits(first, end + 1):
             end += 1
         shown = first
-        while shown and room.exchanges[shown - 1 : first].sum() <= context_tokens and room.fits(range(shown - 1, end)):
+        while shown and room.tokens(shown - 1, first) <= context_tokens and room.fits(shown - 1, end):
             shown -= 1
         parts.append(outline.part(range(shown, end), range(first, end)))
         first = end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from narrowboat.data.account import Account
 from narrowboat.data.dialogues import (
+    Message,
     Outline,
     Part,
     Room,
@@ -23,11 +25,27 @@ from narrowboat.data.dialogues import (
 )
 from narrowboat.data.examples import IGNORED, Example, Tokens
 from narrowboat.data.keyframes import AttentionMass, lexical_scores
-from narrowboat.data.labels import ChatTemplate, Rendered
+from narrowboat.data.labels import EMPTY_THOUGHT, HEADER, OPENING, ChatTemplate, Rendered
+from narrowboat.data.oversized import with_cut_prompt
 from narrowboat.data.records import Dialogue
 from narrowboat.data.tokens import Encoder
 from narrowboat.errors import DataError
 from narrowboat.options.schema import Options
+
+TOO_LONG = "dialogues whose last exchange is above the limit"
+NOTHING = "dialogues with nothing to learn"
+MARKER = "[...]"
+"""In the place of a prompt's middle, where ``dialogues.note`` gives none."""
+_UNLEARNT_WORDS = {"none": [], "empty_thoughts": [EMPTY_THOUGHT], "openings": [OPENING, EMPTY_THOUGHT]}
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A part of a dialogue, rendered; ``num_cut`` tokens of its prompts were cut out."""
+
+    part: Part
+    rendered: Rendered
+    num_cut: int = 0
 
 
 class Fitter:
@@ -55,56 +73,82 @@ class Fitter:
         attention: AttentionMass | None = None,
     ) -> None:
         self.options, self.max_tokens, self.segment_tokens = options, max_tokens, segment_tokens
-        self.template = ChatTemplate(tokenizer, encoder)
-        self._attention = attention
+        self.template = ChatTemplate(tokenizer, encoder, options.data.special_tokens == "control")
+        self._attention, self._encoder = attention, encoder
+        self._unlearnt = _UNLEARNT_WORDS[options.data.unlearnt]
 
     def examples(self, number: int, dialogue: Dialogue, counts: Account) -> list[Example]:
         """One dialogue, rendered whole or in the parts that ``dialogues.policy`` makes of it."""
         counts.num_joined_turns += dialogue.num_joined
         learn = self.options.data.learn
         messages = dialogue.messages
+        counts.num_unheeded += 0 if learn == "all" else self._unheeded(messages)
         if not self.template.takes_system:
             messages = _without_system(messages)
             counts.num_folded_systems += len(messages) < len(dialogue.messages)
         outline = Outline.of(messages, learn)
         full = self.template.render(messages, dialogue.tools)
-        num_full = len(full.input_ids)
-        counts.read_tokens += num_full
-        counts.num_lost += full.num_lost
+        self._refuse_hidden(full)
+        _count_read(full, counts)
+        counts.template_dates.update([date] if (date := self.template.template.date) else [])
         if self.options.carry.is_on:
             return self._exchanges(number, outline, full, dialogue.place, counts)
-        fits = num_full <= self.max_tokens
-        parts = [(outline.whole(), full)] if fits else self._parts(outline, full, messages, dialogue.tools)
+        if len(full.input_ids) <= self.max_tokens:
+            fitted = [Fitted(outline.whole(), full)]
+        else:
+            fitted = self._parts(outline, full, messages, dialogue, counts)
         shown: set[int] = set()
-        made: list[tuple[Rendered, Tokens, int]] = []  # and tokens of context
-        for part, rendered in parts:
-            labels = _dialogue_labels(rendered, part, learn)
+        made: list[tuple[Fitted, Tokens, int]] = []  # and tokens of context
+        for one in fitted:
+            labels = self._labels(one.rendered, one.part, outline)
             counts.num_open += not self.template.is_closed(labels)
             if (labels != IGNORED).any():
-                made.append((rendered, labels, int((rendered.message < part.first).sum())))
-                shown |= {*part.shown}
+                made.append((one, labels, int((one.rendered.message < one.part.first).sum())))
+                shown |= {*one.part.shown}
         if not made:
-            reason = "dialogues with nothing to learn" if parts else "dialogues whose last exchange is above the limit"
-            counts.dropped_tokens[reason] += num_full
-            counts.dropped_documents[reason] += 1
+            _drop(TOO_LONG if not fitted else NOTHING, len(full.input_ids), counts)
             return []
         _count_dialogue(full, made, shown, self.options.dialogues.policy, counts)
         return [
-            Example(rendered.input_ids, labels, number, index, 0, len(labels) / num_full, dialogue.place, context)
-            for index, (rendered, labels, context) in enumerate(made)
+            Example(
+                one.rendered.input_ids, labels, number, i, 0, len(labels) / len(full.input_ids), dialogue.place, context
+            )
+            for i, (one, labels, context) in enumerate(made)
         ]
+
+    def _unheeded(self, messages: Sequence[Message]) -> int:
+        """How many messages that are no answers say that they are to be learnt."""
+        num = sum(message["role"] != "assistant" and bool(message.get("train")) for message in messages)
+        if num and self.options.data.strict:
+            raise DataError(f"{num:,} messages that are no answers say that they are to be learnt; see data.learn: all")
+        return num
+
+    def _refuse_hidden(self, full: Rendered) -> None:
+        if full.hidden and self.options.data.strict:
+            what = ", ".join(f"{num:,} {name}" for name, num in full.hidden.items())
+            raise DataError(f"the chat template of {self.template.name} does not show all of it: {what}")
+
+    def _labels(self, rendered: Rendered, part: Part, outline: Outline) -> Tokens:
+        """What is learnt: assistants' turns, or all; never what generation is prompted with, nor silent messages."""
+        if self.options.data.learn == "all":
+            learnt = np.isin(rendered.message, [i for i in part.shown if i not in outline.silent])
+            learnt &= rendered.words != HEADER
+        else:
+            learnt = np.isin(rendered.turn, list(part.learnt))
+        learnt &= ~np.isin(rendered.words, self._unlearnt)
+        learnt[:1] = False
+        return np.where(learnt, rendered.input_ids, IGNORED).astype(np.int32)
 
     def _exchanges(self, number: int, outline: Outline, full: Rendered, place: str, counts: Account) -> list[Example]:
         """A dialogue's exchanges as segments for a carry, the system prompt with the first, long ones in pieces."""
-        labels = _dialogue_labels(full, outline.whole(), self.options.data.learn)
+        labels = self._labels(full, outline.whole(), outline)
         num_learnt, num_full = int((labels != IGNORED).sum()), len(labels)
         if not num_learnt:
-            counts.dropped_tokens["dialogues with nothing to learn"] += num_full
-            counts.dropped_documents["dialogues with nothing to learn"] += 1
+            _drop(NOTHING, num_full, counts)
             return []
         counts.learnt_tokens += num_learnt
         counts.masked_tokens += num_full - num_learnt
-        starts = [0, *(_tokens_of(full, exchange)[0] for exchange in outline.exchanges[1:]), num_full]
+        starts = [0, *(start for start, _ in _spans(full, outline.exchanges[1:])), num_full]
         pieces = [
             piece
             for start, end in pairwise(starts)
@@ -119,26 +163,48 @@ class Fitter:
         ]
 
     def _parts(
-        self, outline: Outline, full: Rendered, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None
-    ) -> list[tuple[Part, Rendered]]:
+        self, outline: Outline, full: Rendered, messages: Sequence[dict[str, Any]], dialogue: Dialogue, counts: Account
+    ) -> list[Fitted]:
         """Parts that fit, rendered: estimated by the whole dialogue's tokens, then made sure of."""
-        note = self.options.dialogues.note
-        rendered: list[tuple[Part, Rendered]] = []
+        fitted: list[Fitted] = []
         for planned in self._plan(outline, full):
             part: Part | None = planned
             while part is not None:
-                shown = self.template.render(shown_messages(messages, part, note), tools).renumber(part.shown)
-                if len(shown.input_ids) <= self.max_tokens:
-                    rendered.append((part, shown))
+                smallest = part
+                shown = shown_messages(messages, part, self.options.dialogues.note)
+                rendered = self.template.render(shown, dialogue.tools).renumber(part.shown)
+                if len(rendered.input_ids) <= self.max_tokens:
+                    fitted.append(Fitted(part, rendered))
                     break
                 part = without_oldest_step(messages, part)
-        return rendered
+            else:  # nothing more may go
+                _count_oversized(rendered, smallest, messages, dialogue.place, counts)
+                if self.options.dialogues.oversized == "cut_prompt":
+                    fitted += self._cut(smallest, shown, rendered, dialogue.tools)
+        return fitted
+
+    def _cut(
+        self, part: Part, messages: Sequence[dict[str, Any]], rendered: Rendered, tools: Sequence[Any] | None
+    ) -> list[Fitted]:
+        """``part`` with its longest prompts cut in their middle; nothing if that is not enough."""
+        num_tokens = len(rendered.input_ids)
+        marker = self.options.dialogues.note or MARKER
+        while (num_above := len(rendered.input_ids) - self.max_tokens) > 0:
+            shorter = with_cut_prompt(messages, rendered, part, num_above, self._encoder, marker)
+            if shorter is None:
+                return []
+            messages = shorter
+            rendered = self.template.render(messages, tools).renumber(part.shown)
+        return [Fitted(part, rendered, num_tokens - len(rendered.input_ids))]
 
     def _plan(self, outline: Outline, full: Rendered) -> list[Part]:
         options = self.options.dialogues
         costs = np.bincount(full.message, minlength=max(max(e) for e in outline.exchanges) + 1)
         exchanges = np.array([costs[list(exchange)].sum() for exchange in outline.exchanges])
-        room = Room(exchanges, int(costs[list(outline.pinned)].sum()), self.max_tokens)
+        pinned = int(costs[list(outline.pinned)].sum())
+        if (more := full.num_head - pinned) > 0:  # descriptions of tools, and what the template says of itself
+            exchanges[0], pinned = max(exchanges[0] - more, 0), full.num_head
+        room = Room(exchanges, pinned, self.max_tokens)
         if options.policy == "first_and_recent":
             return first_and_recent(outline, room, options.recent)
         if options.policy == "keyframes":
@@ -151,7 +217,7 @@ class Fitter:
         return drop_oldest(outline, room)
 
     def _scores(self, outline: Outline, full: Rendered) -> NDArray[np.float64]:
-        spans = [_tokens_of(full, exchange) for exchange in outline.exchanges[: outline.last + 1]]
+        spans = _spans(full, outline.exchanges[: outline.last + 1])
         if self.options.dialogues.scorer == "lexical":
             return lexical_scores(full.input_ids, spans)
         if self._attention is None:
@@ -172,29 +238,55 @@ def _without_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return others
 
 
-def _dialogue_labels(rendered: Rendered, part: Part, learn: str) -> Tokens:
-    learnt = np.isin(rendered.turn, list(part.learnt))
-    if learn == "all":
-        learnt = np.isin(rendered.message, list(part.shown))
-    learnt[:1] = False
-    return np.where(learnt, rendered.input_ids, IGNORED).astype(np.int32)
+def _spans(rendered: Rendered, exchanges: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """The tokens of each exchange, as a range: from its messages' first to their last."""
+    num_tokens, num_messages = len(rendered.message), int(rendered.message.max()) + 1
+    firsts, lasts = np.full(num_messages, num_tokens), np.zeros(num_messages, np.int64)
+    np.minimum.at(firsts, rendered.message, np.arange(num_tokens))
+    np.maximum.at(lasts, rendered.message, np.arange(num_tokens))
+    numbers = [[i for i in exchange if i < num_messages] for exchange in exchanges]
+    return [(int(firsts[group].min()), int(lasts[group].max()) + 1) for group in numbers]
+
+
+def _drop(reason: str, num_tokens: int, counts: Account) -> None:
+    counts.dropped_tokens[reason] += num_tokens
+    counts.dropped_documents[reason] += 1
+
+
+def _count_read(full: Rendered, counts: Account) -> None:
+    counts.read_tokens += len(full.input_ids)
+    counts.num_lost += full.num_lost
+    counts.hidden.update(full.hidden)
+    counts.special_names.update(full.special)
+
+
+def _count_oversized(rendered: Rendered, part: Part, messages: Sequence[Message], place: str, counts: Account) -> None:
+    """Note what is too long although nothing more may go: the longest prompt and answer in it."""
+    costs = np.bincount(rendered.message, minlength=len(messages))
+    answers = [int(costs[i]) for i in part.shown if messages[i]["role"] == "assistant"]
+    prompts = [int(costs[i]) for i in part.shown if messages[i]["role"] != "assistant"]
+    counts.add_oversized(place, len(rendered.input_ids), max(prompts, default=0), max(answers, default=0))
 
 
 def _count_dialogue(
-    full: Rendered, made: Sequence[tuple[Rendered, Tokens, int]], shown: set[int], policy: str, counts: Account
+    full: Rendered, made: Sequence[tuple[Fitted, Tokens, int]], shown: set[int], policy: str, counts: Account
 ) -> None:
     """Account for one dialogue that was read as ``full`` and is shown in parts."""
     num_full = len(full.input_ids)
     num_shown = sum(len(labels) for _, labels, _ in made)
+    num_cut = sum(one.num_cut for one, _, _ in made)
     learnt = sum(int((labels != IGNORED).sum()) for _, labels, _ in made)
     dropped = int((~np.isin(full.message, list(shown))).sum())
-    masked = min(max(num_full - learnt - dropped, 0), num_shown - learnt)
+    masked = min(max(num_full - learnt - dropped - num_cut, 0), num_shown - learnt)
     counts.learnt_tokens += learnt
     counts.masked_tokens += masked
     counts.context_tokens += num_shown - learnt - masked
     if dropped:
         counts.dropped_tokens[f"turns left out by {policy}"] += dropped
-    difference = num_shown + dropped - num_full  # shown again, or by the template's words fewer
+    if num_cut:
+        counts.num_cut_prompts += 1
+        counts.dropped_tokens["middles of prompts, cut by dialogues.oversized"] += num_cut
+    difference = num_shown + dropped + num_cut - num_full  # shown again, or by the template's words fewer
     counts.repeated_tokens += max(difference, 0)
     if difference < 0:
         counts.dropped_tokens["words of the template around turns left out"] -= difference
@@ -202,8 +294,3 @@ def _count_dialogue(
         counts.num_compressed += 1
         counts.compressed_from_tokens += num_full
         counts.compressed_to_tokens += num_shown
-
-
-def _tokens_of(rendered: Rendered, messages: Sequence[int]) -> tuple[int, int]:
-    place = np.flatnonzero(np.isin(rendered.message, list(messages)))
-    return int(place[0]), int(place[-1]) + 1

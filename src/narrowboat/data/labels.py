@@ -7,34 +7,50 @@ generation prompt ends, and ends with the tokens that close a turn. Price: one m
 
 from __future__ import annotations
 
-import json
+import re
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 
 from narrowboat.data.examples import IGNORED, Tokens
-from narrowboat.data.marks import END, START, Message, Place, marked, read
+from narrowboat.data.marks import END, START, Message, Place
+from narrowboat.data.rendering import Overrun
+from narrowboat.data.specials import Specials, folded, put_back
+from narrowboat.data.templates import Template, Written
 from narrowboat.data.tokens import Encoder, Tokenised
 from narrowboat.errors import DataError
+
+CONTROL = "control tokens"
+HEADER, OPENING, EMPTY_THOUGHT = 1, 2, 3
+"""Words of the template: what generation is prompted with; what stands between that and an answer's own text; of that,
+a thought that is empty."""
+
+EMPTY_CHARS = 64  # of a text in which an empty thought may stand
+_EMPTY_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>\s*</\1>\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A rendered dialogue. ``turn[i]`` is the assistant's message that token ``i`` is learnt with, or -1.
 
-    ``message[i]`` is the message that token ``i`` belongs to, with the template's own words around it.
+    ``message[i]`` is the message that token ``i`` belongs to, with the template's own words around it; ``words[i]`` is
+    ``HEADER``, ``OPENING``, ``EMPTY_THOUGHT``, or 0 for all other tokens.
     """
 
     text: str
     input_ids: Tokens  # [tokens]
     turn: NDArray[np.int32]  # [tokens]
     message: NDArray[np.int32]  # [tokens]
+    words: NDArray[np.int8]  # [tokens]
     num_lost: int = 0  # characters without a token
+    special: Counter[str] = field(default_factory=Counter)  # names of special tokens in texts, by what they became
+    hidden: Counter[str] = field(default_factory=Counter)  # what the template does not show
+    num_head: int = 0  # tokens before the first text that is no system prompt
 
     def renumber(self, numbers: Sequence[int]) -> Rendered:
         """The same, with message ``i`` called ``numbers[i]``: a part's messages by their places in the dialogue."""
@@ -42,56 +58,71 @@ class Rendered:
         return replace(self, turn=names[self.turn], message=names[self.message])
 
 
-@dataclass(frozen=True, slots=True)
 class _View:
     """One rendering, and where its messages' own texts stand."""
 
-    messages: Sequence[Message]
-    tools: Sequence[Any] | None
-    text: str
-    tokenised: Tokenised
-    places: Sequence[Place]
+    def __init__(self, written: Written, tokenised: Tokenised) -> None:
+        self.messages, self.tools, self.text = written.messages, written.tools, written.text
+        self.tokenised, self.places, self.thoughts = tokenised, written.texts, written.thoughts
+        starts = [(_first(place, thought), i) for i, (place, thought) in enumerate(zip(*self._both, strict=True))]
+        self._starts = sorted((start, i) for start, i in starts if start is not None)
+
+    @property
+    def _both(self) -> tuple[Sequence[Place], Sequence[Place]]:
+        return self.places, self.thoughts
+
+    def own_start(self, number: int) -> int | None:
+        """Where the first that message ``number`` says itself stands, thought or text."""
+        return _first(self.places[number], self.thoughts[number])
 
     def next_text(self, number: int, after: int) -> int | None:
         """Where the first text of the messages behind ``number`` stands, at or behind ``after``."""
-        starts = [place.end if place.start is None else place.start for place in self.places[number + 1 :]]
-        return min((start for start in starts if start is not None and start >= after), default=None)
+        place = bisect_left(self._starts, (after, -1))
+        while place < len(self._starts) and self._starts[place][1] <= number:
+            place += 1
+        return self._starts[place][0] if place < len(self._starts) else None
+
+
+def _first(place: Place, thought: Place) -> int | None:
+    starts = [start for one in (thought, place) if (start := one.end if one.start is None else one.start) is not None]
+    return min(starts, default=None)
 
 
 class ChatTemplate:
     """A tokenizer's chat template as what labels need of it.
 
+    Args:
+        tokenizer: that it belongs to.
+        encoder: of the same tokenizer.
+        special: whether names of special tokens in people's texts are the tokens; otherwise they are text.
+
     Raises:
         DataError: when the tokenizer has no chat template, or one that shows no texts.
     """
 
-    def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
-        self._tokenizer, self._encoder = tokenizer, encoder
-        self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
-        if not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"The tokenizer of {self.name} has no chat template, so dialogues cannot be rendered; "
-                "take a model made for chat, or give the data as plain text"
-            )
-        self._openings: dict[str, tuple[str, ...]] = {}  # by the role before
-        self._call_form: tuple[str | None, bool] | None = None  # see _with_calls; not known before the first call
-        self.takes_parts = False  # templates of models that see pictures take lists of parts
-        user: Message = {"role": "user", "content": END}
-        self.takes_parts = not self._shows([user])
-        self.takes_system = self._shows([{"role": "system", "content": END}, {"role": "user", "content": "x"}])
+    def __init__(self, tokenizer: Any, encoder: Encoder, special: bool = True) -> None:
+        self._tokenizer, self._encoder, self._special = tokenizer, encoder, special
+        self.template = Template(tokenizer)
+        self.name = self.template.name
+        self._specials = Specials(encoder.special_names)
+        self._openings: dict[str, tuple[tuple[str, ...], int]] = {}  # by the role before
         self.end_ids = self._find_end_ids()
+
+    @property
+    def takes_system(self) -> bool:
+        """Whether the template shows a system prompt."""
+        return self.template.takes_system
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
         """Render and tokenise; find the assistant's turns.
 
         Raises:
             DataError: when the template refuses the dialogue, or an assistant's turn cannot be found in it.
+            ModelError: the template takes too long, again and again.
         """
-        messages = self._with_calls(messages, tools)
-        text = self._text(messages, tools)
-        places = self._places(text, messages, tools)
-        view = _View(messages, tools, text, self._encoder.encode([text])[0], places)
-        turn = np.full(len(view.tokenised), -1, np.int32)
+        view, rendered = self._view(messages, tools)
+        num = len(view.tokenised)
+        turn, words = np.full(num, -1, np.int32), np.zeros(num, np.int8)
         ends = np.zeros(len(messages), np.int64)
         for number, message in enumerate(messages):
             start, ends[number] = self._span(view, number)
@@ -99,31 +130,37 @@ class ChatTemplate:
                 for first, last in self._turn(view, number, start, int(ends[number])):
                     turn[first:last] = number
                     ends[number] = max(ends[number], view.tokenised.edges[last])
+                self._find_words(view, number, start, words)
         order = np.argsort(ends, kind="stable")  # some templates move the system prompt to the last question
         owner = ends[order].searchsorted(view.tokenised.edges[:-1], side="right")
         message_of = order[np.minimum(owner, len(order) - 1)].astype(np.int32)
-        return Rendered(text, view.tokenised.input_ids, turn, message_of, view.tokenised.num_lost)
+        return replace(rendered, turn=turn, message=message_of, words=words, num_head=_num_head(view))
 
     def is_closed(self, labels: Tokens) -> bool:
         """Whether what is learnt last closes a turn."""
         learnt = labels[labels != IGNORED]
         return not len(learnt) or int(learnt[-1]) in self.end_ids
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool = False) -> str:
-        shown = [_in_parts(message) for message in messages] if self.takes_parts else list(messages)
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                shown, tools=tools, tokenize=False, add_generation_prompt=generate
-            )
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
-            raise DataError(f"the chat template of {self.name} refuses it: {error}") from None
-        return text
+    def _view(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[_View, Rendered]:
+        """The dialogue as its template writes it, in tokens, without labels yet.
 
-    def _shows(self, messages: Sequence[Message]) -> bool:
-        try:
-            return END in self._text(messages, None)
-        except DataError:
-            return False
+        Names of special tokens in its texts are one private character each in the view, where they are read as text.
+        """
+        concealed = self._specials.hide(messages, tools)
+        special: Counter[str] = Counter()
+        if concealed is not None and not self._special:
+            written = self.template.write(concealed.messages, concealed.tools)
+            text, places = put_back(written.text, concealed.names)
+            if text == self.template.attempt(messages, tools):
+                tokenised = self._encoder.encode_around(text, places)
+                special["text"] = len(places)
+                view = _View(written, folded(tokenised, places))
+                return view, _unlabelled(text, tokenised, special, written.hidden)
+        written = self.template.write(messages, tools)
+        tokenised = self._encoder.encode([written.text])[0]
+        if concealed is not None:
+            special[CONTROL] = concealed.num
+        return _View(written, tokenised), _unlabelled(written.text, tokenised, special, written.hidden)
 
     def _find_end_ids(self) -> frozenset[int]:
         """Ids that close an assistant's turn.
@@ -132,7 +169,10 @@ class ChatTemplate:
         text and an answer's alike.
         """
         turns = [{"role": role, "content": "x" + END} for role in ("user", "assistant", "user", "assistant")]
-        tails = [self._encoder.encode([tail])[0].input_ids.tolist() for tail in self._text(turns, None).split(END)[1:]]
+        tails = [
+            self._encoder.encode([tail])[0].input_ids.tolist()
+            for tail in self.template.text(turns, None).split(END)[1:]
+        ]
         special = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         runs = []
         for tail in tails:
@@ -143,50 +183,13 @@ class ChatTemplate:
         closing = {*runs[-1], *({*runs[0][:1]} & {*runs[1][:1]})} if len(runs) == len(turns) else set()
         return frozenset(closing if eos is None else {*closing, eos})
 
-    def _with_calls(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Sequence[Message]:
-        """The messages with calls in the form that the template shows them in.
-
-        Templates differ in whether a call without text wants an empty text or none, and its arguments as an object or
-        as JSON. Some leave calls out without a word; that shows in that nothing changes without them.
-        """
-        if not any(message.get("tool_calls") for message in messages):
-            return messages
-        if self._call_form is not None:
-            return [_in_form(message, *self._call_form) for message in messages]
-        silent = self._try([{**message, "tool_calls": None} for message in messages], tools)
-        for form in product(("", None), (False, True)):
-            shaped = [_in_form(message, *form) for message in messages]
-            text = self._try(shaped, tools)
-            if text is not None and text != silent:
-                self._call_form = form
-                return shaped
-        self._text(messages, tools)  # which says why, if the template refuses the dialogue in any form
-        raise DataError(f"the chat template of {self.name} shows no calls of tools, so they would be lost")
-
-    def _try(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str | None:
-        try:
-            return self._text(messages, tools)
-        except DataError:
-            return None
-
-    def _places(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Place]:
-        for ways, base in marked(messages):
-            try:
-                shown = self._text(ways, tools)
-            except DataError:
-                continue
-            places = read(shown, text, base, len(messages))
-            if places is not None:
-                return places
-        raise DataError(f"the chat template of {self.name} rewrites it so that the assistant's turns cannot be found")
-
     def _span(self, view: _View, number: int) -> tuple[int, int]:
         """Where message ``number`` starts and its text ends; an assistant's starts behind the generation prompt."""
         place, before = view.places[number], view.places[number - 1] if number else Place()
-        start = place.start if place.start is not None else place.end
+        start = view.own_start(number)
         is_answer = view.messages[number]["role"] == "assistant"
         if is_answer and before.end is not None:
-            openings = self._openings_after(view, number)
+            openings, _ = self._openings_after(view, number)
             start = next((before.end + len(o) for o in openings if view.text.startswith(o, before.end)), start)
         if start is None:
             if is_answer:
@@ -194,23 +197,43 @@ class ChatTemplate:
             start = before.end or 0
         return start, max(start, place.end or 0)
 
-    def _openings_after(self, view: _View, number: int) -> tuple[str, ...]:
+    def _openings_after(self, view: _View, number: int) -> tuple[tuple[str, ...], int]:
         """Texts that may stand between the message before and an assistant's turn, the longest first.
 
         The first is what stands there at generation. An earlier turn may show less of it (no opened thought), so the
-        second is what both share.
+        second is what both share. And how much of them closes the message before.
         """
         role = str(view.messages[number - 1]["role"])
         if role not in self._openings:
             until = [*view.messages[: number - 1], {**view.messages[number - 1], "content": "x" + END}]
             earlier = [*until, {"role": "assistant", "content": START + "x"}, {"role": "user", "content": "x"}]
             try:
-                generated = self._text(until, view.tools, generate=True).rpartition(END)[2]
-                shown = self._text(earlier, view.tools).partition(END)[2].partition(START)[0]
+                generated = self.template.text(until, view.tools, generate=True).rpartition(END)[2]
+                closed = self.template.text(until, view.tools).rpartition(END)[2]
+                shown = self.template.text(earlier, view.tools).partition(END)[2].partition(START)[0]
+            except Overrun:
+                raise
             except DataError:
-                return ()  # perhaps the template takes another dialogue's start
-            self._openings[role] = (generated, generated[: _num_shared(generated, shown)])
+                return (), 0  # perhaps the template takes another dialogue's start
+            shared = generated[: _num_shared(generated, shown)]
+            self._openings[role] = (generated, shared), _num_shared(generated, closed)
         return self._openings[role]
+
+    def _find_words(self, view: _View, number: int, start: int, words: NDArray[np.int8]) -> None:
+        """Mark the template's words around the start of an assistant's turn."""
+        before = view.places[number - 1].end if number else None
+        if before is not None:
+            openings, num_closing = self._openings_after(view, number)
+            if any(view.text.startswith(opening, before) and before + len(opening) == start for opening in openings):
+                first = view.tokenised.span(before + num_closing, start)[0]  # <|end|> and <|assistant|> share <|
+                _mark(view, int(view.tokenised.edges[first]), start, words, HEADER)
+        own = view.own_start(number)
+        if own is None or own < start:
+            return
+        _mark(view, start, own, words, OPENING)
+        thought = _EMPTY_THOUGHT.search(view.text, start, own + EMPTY_CHARS)
+        if thought is not None and thought.start() <= own:
+            _mark(view, *thought.span(), words, EMPTY_THOUGHT)
 
     def _turn(self, view: _View, number: int, start: int, end: int) -> list[tuple[int, int]]:
         """The tokens of an assistant's turn, as ranges: with its calls of tools and what closes it.
@@ -242,7 +265,10 @@ class ChatTemplate:
     def _shared_behind(self, view: _View, number: int) -> int:
         """Up to where the text is that of the dialogue cut off behind message ``number``, with its text or without."""
         *before, call = view.messages[: number + 1]
-        texts = (self._try([*before, {**call, "content": content}], view.tools) for content in (call["content"], ""))
+        texts = (
+            self.template.attempt([*before, {**call, "content": content}], view.tools)
+            for content in (call["content"], "")
+        )
         return max(_num_shared(view.text, text) for text in texts if text is not None)
 
     def _closed(self, view: _View, number: int, last: int, end: int, has_calls: bool) -> int:
@@ -263,22 +289,23 @@ class ChatTemplate:
         return not self._tokenizer.decode([number], skip_special_tokens=False).strip()
 
 
-def _in_form(message: Message, no_text: str | None, as_json: bool) -> Message:
-    """A message with calls, with ``no_text`` for an empty text, and arguments as JSON or as they are."""
-    if not message.get("tool_calls"):
-        return message
-    calls = message["tool_calls"]
-    if as_json:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments"))}}
-            for call in calls
-        ]
-    return {**message, "content": message["content"] or no_text, "tool_calls": calls}
+def _num_head(view: _View) -> int:
+    first = next((i for i, message in enumerate(view.messages) if message["role"] != "system"), None)
+    start = None if first is None else view.own_start(first)
+    return 0 if start is None else view.tokenised.span(start, start + 1)[0]
 
 
-def _in_parts(message: Message) -> Message:
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+def _unlabelled(text: str, tokenised: Tokenised, special: Counter[str], hidden: Counter[str]) -> Rendered:
+    none = np.full(len(tokenised), -1, np.int32)
+    return Rendered(
+        text, tokenised.input_ids, none, none, np.zeros(len(none), np.int8), tokenised.num_lost, special, hidden
+    )
+
+
+def _mark(view: _View, start: int, end: int, words: NDArray[np.int8], kind: int) -> None:
+    """Tokens that lie in ``start:end`` as a whole are words of ``kind``."""
+    edges = view.tokenised.edges
+    words[int(edges[:-1].searchsorted(start)) : int(edges[1:].searchsorted(end, side="right"))] = kind
 
 
 def _num_shared(a: str, b: str) -> int:

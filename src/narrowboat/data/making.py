@@ -14,10 +14,11 @@ from narrowboat.data.code import code
 from narrowboat.data.examples import IGNORED, Example, Tokens
 from narrowboat.data.fitting import Fitter
 from narrowboat.data.keyframes import AttentionMass
+from narrowboat.data.labels import CONTROL
 from narrowboat.data.records import Dialogue, Document, Pair, Text
 from narrowboat.data.segments import Overlap, cut, show
 from narrowboat.data.tokens import Encoder, Tokenised
-from narrowboat.errors import DataError, OptionError
+from narrowboat.errors import DataError
 from narrowboat.options.schema import Options
 
 
@@ -40,15 +41,10 @@ class Maker:
         self.options, self.max_tokens = options, max_tokens
         self.encoder = Encoder(tokenizer)
         self._tokenizer, self._attention = tokenizer, attention
-        self._fitter: Fitter | None = None
+        self._fitter: Fitter | DataError | None = None
         eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self._before, self._after = self.encoder.before, self.encoder.after or eos
         self.segment_tokens = min(options.segments.max_tokens or max_tokens, max_tokens)
-        if options.carry.is_on and options.segments.overlap:
-            raise OptionError(
-                f"segments.overlap = {options.segments.overlap} and carry.policy = {options.carry.policy}: a segment "
-                "sees what is carried, so nothing is shown twice; set segments.overlap to 0."
-            )
         self.overlap_tokens = overlap = options.segments.overlap_of(self.segment_tokens)
         self._overlap = Overlap(overlap, options.segments.overlap_sides == "both")
         # A segment also shows its context, at least one token, and the special tokens at its document's ends.
@@ -61,17 +57,27 @@ class Maker:
 
     @property
     def dialogues(self) -> Fitter:
-        """Makes the examples of dialogues; looks at the chat template when the first dialogue needs it."""
+        """Makes the examples of dialogues; looks at the chat template when the first dialogue needs it.
+
+        Raises:
+            DataError: the tokenizer has no chat template that can be used.
+        """
         if self._fitter is None:
-            self._fitter = Fitter(
-                self.options, self._tokenizer, self.encoder, self.max_tokens, self.segment_tokens, self._attention
-            )
+            try:
+                self._fitter = Fitter(
+                    self.options, self._tokenizer, self.encoder, self.max_tokens, self.segment_tokens, self._attention
+                )
+            except DataError as error:
+                self._fitter = error
+        if isinstance(self._fitter, DataError):
+            raise self._fitter
         return self._fitter
 
     def make(self, documents: Sequence[tuple[int, Document]], account: Account) -> list[Example]:
         """Examples of a batch of numbered documents, in order; counts into ``account``."""
         texts = [_text(document) for _, document in documents]
-        tokenised = iter(self.encoder.encode([text for text in texts if text is not None]))
+        special = self.options.data.special_tokens == "control"
+        tokenised = iter(self.encoder.encode_text([text for text in texts if text is not None], special))
         made: list[Example] = []
         for (number, document), text in zip(documents, texts, strict=True):
             counts = Account()
@@ -100,7 +106,7 @@ class Maker:
         is_first, is_last, lead, kind = True, True, np.empty(0, np.int32), "prose"
         learnt = np.ones(len(tokenised), np.bool_)
         if isinstance(document, Text):
-            is_first, is_last, kind = document.block == 0, document.is_last, document.kind
+            is_first, is_last, kind = document.block == 0, document.is_last and not document.breaks_off, document.kind
             lead = self._lead(document.lead)
         elif self.options.data.learn != "all":
             learnt[: tokenised.span(len(document.prompt), len(document.prompt) + 1)[0]] = False
@@ -111,7 +117,7 @@ class Maker:
         target = np.concatenate([np.zeros(len(lead) + len(before)), learnt, np.ones(len(after))]).astype(np.bool_)
         target[:1] = False
         counts.read_tokens += len(ids) - len(lead)
-        counts.num_lost += tokenised.num_lost
+        self._count(tokenised, counts)
         examples: list[Example] = []
         shift = len(lead) + len(before)
         for index, segment in enumerate(show(ends, tokenised, self._overlap, self._own_tokens)):
@@ -130,6 +136,12 @@ class Maker:
                     Example(ids[slice(*shown)], labels, number, index, offset, 1.0, document.place, *context)
                 )
         return examples
+
+    def _count(self, tokenised: Tokenised, counts: Account) -> None:
+        counts.num_lost += tokenised.num_lost
+        if tokenised.num_special:
+            what = CONTROL if self.options.data.special_tokens == "control" else "text"
+            counts.special_names[what] += tokenised.num_special
 
     def _lead(self, text: str) -> Tokens:
         """The last tokens of what stands before a block."""

@@ -1,8 +1,8 @@
-"""Marks: where each message's own text stands in a rendered dialogue, for any chat template.
+"""Marks: where each message's own text, and thought, stands in a rendered dialogue, for any chat template.
 
-A message is given one invisible character at the start and one at the end of its text, each from Unicode's private
-planes and of its own. Taken out again, what is left must be the dialogue rendered without them: then the marks changed
-nothing that the template does, and their places are the text's.
+A text is given one invisible character at its start and one at its end, each from Unicode's private planes and of its
+own. Taken out again, what is left must be the dialogue rendered without them: then the marks changed nothing that the
+template does, and their places are the text's.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-STARTS, ENDS = 0xF0000, 0x100000  # the planes: 65,534 characters each
+from narrowboat.errors import DataError
+
+STARTS, ENDS, PLANE = 0xF0000, 0x100000, 0xFFFE  # the planes, and how many characters each has
 START, END = chr(STARTS), chr(ENDS)
 
+THOUGHT, CALLS = "reasoning_content", "tool_calls"
 Message = Mapping[str, Any]
 
 
@@ -26,48 +29,87 @@ class Place:
     end: int | None = None
 
 
-def marked(messages: Sequence[Message]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Ways to mark the messages, from the one that says most to the one that disturbs a template least.
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Messages with marks: of ``n`` messages, the texts' have the numbers up to ``n``, the thoughts' those up to
+    ``2 * n``, and the names of tools that are called those behind, in their order.
 
-    With each comes what ``read`` needs: the number of the first mark, so that none is one that the texts hold.
+    Attributes:
+        messages: what to render.
+        base: the number of the first mark, so that none is one that the texts hold.
+        roles: whose texts are marked.
+        with_start: whether they are at the start, too.
+        with_all: whether thoughts and calls are marked as well.
     """
-    every = "".join(str(message.get("content") or "") for message in messages)
-    used = {ord(character) - STARTS for character in re.findall("[\U000f0000-\U0010ffff]", every)}
-    base = next(
-        base
-        for base in range(0, 0x10000 - len(messages), len(messages) + 1)
-        if not any((number - base) % 0x10000 < len(messages) for number in used)
-    )
-    anyone = {message["role"] for message in messages}
-    for with_start, empty_too, roles in (
-        (True, True, anyone),
-        (True, False, anyone),
-        (False, False, anyone),
-        (True, False, {"assistant"}),
-        (False, False, {"assistant"}),
+
+    messages: list[dict[str, Any]]
+    base: int
+    roles: frozenset[str]
+    with_start: bool
+    with_all: bool
+
+
+def marked(messages: Sequence[Message]) -> Iterator[Marked]:
+    """Ways to mark the messages, from the one that says most to the one that disturbs a template least."""
+    num = num_marks(messages)
+    every = "".join(str(message.get(key) or "") for message in messages for key in ("content", THOUGHT, CALLS))
+    base = 0
+    for taken in sorted({ord(letter) % 0x10000 for letter in re.findall("[\U000f0000-\U0010ffff]", every)}):
+        if taken >= base + num:
+            break
+        base = taken + 1
+    if base + num > PLANE:
+        raise DataError(f"its texts use too many of Unicode's private characters, or are too many: {len(messages):,}")
+    anyone = frozenset(str(message["role"]) for message in messages)
+    assistant = frozenset({"assistant"})
+    for with_start, empty_too, with_all, roles in (
+        (True, True, True, anyone),
+        (True, False, True, anyone),
+        (True, False, False, anyone),
+        (False, False, False, anyone),
+        (True, False, False, assistant),
+        (False, False, False, assistant),
     ):
-        ways = [
-            _mark(message, base + number, with_start, empty_too) if message["role"] in roles else dict(message)
-            for number, message in enumerate(messages)
-        ]
-        yield ways, base
+        ways = []
+        called = base + 2 * len(messages)
+        for number, message in enumerate(messages):
+            way = dict(message)
+            if message["role"] in roles:
+                way = _mark(way, "content", base + number, with_start, empty_too)
+            if with_all and message.get(THOUGHT):
+                way = _mark(way, THOUGHT, base + len(messages) + number, with_start, empty_too)
+            if with_all and message.get(CALLS):
+                way[CALLS] = [_with_marked_name(call, called + i) for i, call in enumerate(message[CALLS])]
+                called += len(message[CALLS])
+            ways.append(way)
+        yield Marked(ways, base, roles, with_start, with_all)
 
 
-def _mark(message: Message, number: int, with_start: bool, empty_too: bool) -> dict[str, Any]:
+def num_marks(messages: Sequence[Message]) -> int:
+    """How many marks there may be."""
+    return 2 * len(messages) + sum(len(message.get(CALLS) or ()) for message in messages)
+
+
+def _with_marked_name(call: Message, number: int) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "name": function["name"] + chr(ENDS + number)}}
+
+
+def _mark(message: dict[str, Any], key: str, number: int, with_start: bool, empty_too: bool) -> dict[str, Any]:
     """Marks stand inside the blanks around a text, because templates trim those."""
-    content = message.get("content")
+    content = message.get(key)
     if not isinstance(content, str) or not (content.strip() or empty_too):
-        return dict(message)
+        return message
     core = content.strip()
     at = content.index(core)
     start = chr(STARTS + number) if with_start else ""
-    return {**message, "content": content[:at] + start + core + chr(ENDS + number) + content[at + len(core) :]}
+    return {**message, key: content[:at] + start + core + chr(ENDS + number) + content[at + len(core) :]}
 
 
-def read(shown: str, text: str, base: int, num_messages: int) -> list[Place] | None:
-    """Places in ``text`` of the marks in ``shown``, or None if the marks changed what the template does."""
+def read(shown: str, text: str, base: int, num: int) -> list[Place] | None:
+    """Places in ``text`` of the ``num`` marks in ``shown``, or None if the marks changed what the template does."""
     low, high = STARTS + base, ENDS + base
-    pattern = re.compile(f"[{chr(low)}-{chr(low + num_messages - 1)}{chr(high)}-{chr(high + num_messages - 1)}]")
+    pattern = re.compile(f"[{chr(low)}-{chr(low + num - 1)}{chr(high)}-{chr(high + num - 1)}]")
     if pattern.sub("", shown) != text:
         return None
     starts: dict[int, int] = {}
@@ -76,4 +118,4 @@ def read(shown: str, text: str, base: int, num_messages: int) -> list[Place] | N
         code = ord(match.group())
         into, number = (ends, code - high) if code >= high else (starts, code - low)
         into[number] = match.start() - num_before
-    return [Place(starts.get(number), ends.get(number)) for number in range(num_messages)]
+    return [Place(starts.get(number), ends.get(number)) for number in range(num)]

@@ -7,34 +7,28 @@ tokenizer, template, options and version.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from narrowboat.data import cache
 from narrowboat.data.account import Account
+from narrowboat.data.gathering import Gathering, OnProgress
 from narrowboat.data.keyframes import AttentionMass
+from narrowboat.data.kinds import Source
+from narrowboat.data.losses import Limit, is_most, told
 from narrowboat.data.making import Maker
+from narrowboat.data.mixture import Mixture
 from narrowboat.data.packing import row_numbers
-from narrowboat.data.reading import Broken, Progress, Record, blocks, read
-from narrowboat.data.records import Document, Text, to_document
-from narrowboat.data.sources import Source, find
-from narrowboat.data.store import Rows, Store, shifted
-from narrowboat.data.trains import Trains, stretches
-from narrowboat.data.workers import make_all, num_workers
+from narrowboat.data.sources import Found, find
+from narrowboat.data.store import Rows, Store
+from narrowboat.data.trains import Trains, num_silent, stretches
 from narrowboat.errors import DataError
 from narrowboat.events import Notice, Tell
 from narrowboat.options.schema import Options
-
-BATCH_DOCUMENTS = 256
-BATCH_CHARS = 1 << 19
-OnProgress = Callable[[int, int], None]
-"""``(bytes read, bytes of all sources)``, told after every batch."""
 
 
 @dataclass(frozen=True)
@@ -73,172 +67,126 @@ def prepare(
     Raises:
         DataError: for a missing path, no usable record, or nothing to learn in any of them.
     """
-    max_tokens = _max_tokens(options, max_positions, tell)
-    maker = Maker(options, tokenizer, max_tokens, attention)
-    preparation = _Preparation(options, tokenizer, maker, tell, None if attention else cache_folder, on_progress)
-    store, account = preparation.run(options.data.train, "data.train")
-    if options.data.heldout:
-        heldout_store, heldout_account = preparation.run(options.data.heldout, "data.heldout")
+    limit = _limit(options, max_positions, tell)
+    maker = Maker(options, tokenizer, limit.tokens, attention)
+    folder = None if attention else cache_folder
+    preparation = _Preparation(options, Gathering(options, tokenizer, maker, tell, folder, on_progress), limit, tell)
+    heldout = find(options.data.heldout, splits=options.data.splits == "auto", heldout=True)
+    mixture, account, held = preparation.to_learn(heldout.sources)
+    store = mixture.store() if len(mixture.stores) > 1 else mixture.stores[0]
+    if options.data.heldout or held:
+        name = ", ".join(options.data.heldout) or "the validation files of data.train"
+        heldout.sources += [] if options.data.heldout else held
+        heldout_store, heldout_account = preparation.examples(heldout, "data.heldout", name)
         train_numbers, heldout_numbers = np.arange(len(store)), np.arange(len(heldout_store))
         account.add(heldout_account)
     else:
         heldout_store = store
         train_numbers, heldout_numbers = _split(store, options.data.heldout_share, options.train.seed)
+    if mixture.shares:
+        train_numbers = mixture.chosen(store, train_numbers, options.train.seed, account)
+    if options.carry.is_on and (num := num_silent(store, train_numbers)):
+        tell(
+            Notice(f"data.train: {num:,} segments have nothing to learn; each goes with the step behind it, none alone")
+        )
+    return _packed(options, account, (store, train_numbers), (heldout_store, heldout_numbers))
+
+
+def _packed(
+    options: Options,
+    account: Account,
+    learnt: tuple[Store, NDArray[np.int64]],
+    heldout: tuple[Store, NDArray[np.int64]],
+) -> Prepared:
+    """Rows of the examples to learn from and of those held out; completes the account."""
     if options.carry.is_on:
         most_tokens = None if options.carry.gradient_segments is None else options.train.batch_tokens
-        train: Rows = Trains(store, stretches(store, train_numbers, most_tokens))
-        heldout: Rows = Trains(heldout_store, stretches(heldout_store, heldout_numbers, None))
+        train: Rows = Trains(learnt[0], stretches(*learnt, most_tokens))
+        held: Rows = Trains(heldout[0], stretches(*heldout, None))
     else:
-        train = Rows.packed(store, train_numbers, _pack(store.lengths[train_numbers], options))
-        heldout = Rows.packed(heldout_store, heldout_numbers, np.arange(len(heldout_numbers)))
+        train = Rows.packed(*learnt, _pack(learnt[0].lengths[learnt[1]], options))
+        held = Rows.packed(*heldout, np.arange(len(heldout[1])))
     account.num_rows = len(train)
     account.row_tokens, account.filled_tokens = int(train.lengths.max()), int(train.lengths.sum())
-    lengths = store.lengths if store is heldout_store else np.concatenate([store.lengths, heldout_store.lengths])
-    tops = 2 ** np.ceil(np.log2(lengths)).astype(np.int64)
+    stores = [learnt[0]] if learnt[0] is heldout[0] else [learnt[0], heldout[0]]
+    tops = 2 ** np.ceil(np.log2(np.concatenate([store.lengths for store in stores]))).astype(np.int64)
     account.lengths = Counter(dict(zip(*(part.tolist() for part in np.unique(tops, return_counts=True)), strict=True)))
-    account.num_train_examples, account.num_heldout_examples = len(train_numbers), len(heldout)
-    return Prepared(train, heldout, account)
+    account.num_train_examples, account.num_heldout_examples = len(learnt[1]), len(held)
+    return Prepared(train, held, account)
 
 
 @dataclass(frozen=True)
 class _Preparation:
-    """One set of files to examples and their account."""
+    """Sets of files to examples and their accounts."""
 
     options: Options
-    tokenizer: Any
-    maker: Maker
+    gathering: Gathering
+    limit: Limit
     tell: Tell
-    cache_folder: Path | None
-    on_progress: OnProgress | None
 
-    @property
-    def _names(self) -> dict[str, str]:
-        """``data.columns`` as ``{their name: the usual name}``."""
-        return {yours: usual for usual, _, yours in (pair.partition("=") for pair in self.options.data.columns)}
+    def to_learn(self, heldout: Sequence[Source]) -> tuple[Mixture, Account, list[Source]]:
+        """Examples to learn from, each source of a mixture by itself; and the files that their names hold out.
 
-    def run(self, paths: Sequence[str], key: str) -> tuple[Store, Account]:
-        """Examples of the files under ``paths``, found or made."""
-        if not paths:
-            raise DataError(f"{key} names no file; write for example {key}: documents.jsonl")
-        sources, left_out = find(paths)
-        account = Account(left_out_files=left_out)
-        if self.cache_folder is None:
-            store = Store(list(self._make(sources, account)))
-        else:
-            store, account = self._find_or_make(sources, account, self.cache_folder, key)
+        Files that are in ``heldout`` as well are not learnt.
+        """
+        data = self.options.data
+        if not data.train:
+            raise DataError("data.train names no file; write for example data.train: documents.jsonl")
+        names = [(path,) for path in data.train_paths] if data.shares else [data.train_paths]
+        stores, account, held = [], Account(), []
+        for paths in names:
+            found = find(paths, splits=data.splits == "auto")
+            held += found.heldout
+            measured = {source.identity for source in heldout}
+            learnt = [source for source in found.sources if source.identity not in measured]
+            if num := len(found.sources) - len(learnt):
+                self.tell(Notice(f"data.train: {num:,} files are named by data.heldout as well, and not learnt"))
+                found.sources = learnt
+            if found.heldout and data.heldout:
+                self.tell(Notice("data.train: its validation files are left alone, since data.heldout names others"))
+            store, own = self.examples(found, "data.train", ", ".join(paths))
+            stores.append(store)
+            account.add(own)
+        return Mixture([", ".join(paths) for paths in names], data.shares, stores), account, held
+
+    def examples(self, found: Found, key: str, names: str) -> tuple[Store, Account]:
+        """Examples of the files found, and what became of everything in them."""
+        for text in found.told:
+            self.tell(Notice(f"{key}: {text}"))
+        store, account = self.gathering.gather(found.sources, Account(left_out_files=found.left_out), key)
         for text in account.notices():
             self.tell(Notice(f"{key}: {text}"))
-        _check(account, self.options, f"{key} ({', '.join(paths)})")
+        self._check(account, f"{key} ({names})")
         return store, account
 
-    def _find_or_make(
-        self, sources: Sequence[Source], account: Account, cache_folder: Path, key: str
-    ) -> tuple[Store, Account]:
-        options = self.options
-        settings: dict[str, Any] = {
-            "max_tokens": self.maker.max_tokens,
-            "data": options.data.model_dump(include={"format", "columns", "learn"}),
-            "segments": options.segments.model_dump(),
-            "dialogues": options.dialogues.model_dump(),
-            "carries": options.carry.is_on,
-        }
-        folder = cache_folder / cache.key_of(sources, self.tokenizer, settings)
-        with cache.alone(folder):
-            found = cache.find(folder)
-            if found is not None:
-                self.tell(Notice(f"{key}: prepared before, read from {folder}"))
-                return found
-            if folder.exists():
-                self.tell(Notice(f"{key}: what was prepared in {folder} is damaged and is made again"))
-            store = cache.keep(folder, self._make(sources, account), account)
-        self.tell(Notice(f"{key}: prepared and kept in {folder}"))
-        return store, account
-
-    def _make(self, sources: Sequence[Source], account: Account) -> Iterator[pa.RecordBatch]:
-        progress, total = Progress(), sum(source.num_bytes for source in sources)
-        batches = self._batches(sources, account, progress)
-        num = 1 if self.options.dialogues.uses_attention else num_workers(self.options, total)
-        document, base_tokens, base_segments = -1, 0, 0
-        for made in make_all(batches, self.maker, self.tokenizer, num):
-            if made.first != document:
-                document, base_tokens, base_segments = made.first, 0, 0
-            yield shifted(made.examples, base_segments, base_tokens) if base_tokens else made.examples
-            base_tokens += made.account.read_tokens  # in case a further block of the same document follows
-            base_segments += made.account.num_segments
-            account.add(made.account)
-            if self.options.data.strict and account.num_broken:
-                raise DataError("\n".join(f"{place}: {reason}" for place, reason in account.broken))
-            if self.on_progress is not None:
-                self.on_progress(progress.num_bytes, total)
-
-    def _batches(
-        self, sources: Sequence[Source], account: Account, progress: Progress
-    ) -> Iterator[list[tuple[int, Document]]]:
-        """Numbered documents in batches; a block of a very long one is a batch of its own."""
-        block_chars = max(BATCH_CHARS, 32 * self.maker.segment_tokens)
-        lead_chars = min(32 * max(self.maker.overlap_tokens, 1), block_chars // 4)  # no token is as long
-        batch: list[tuple[int, Document]] = []
-        number, num_chars = -1, 0
-        for source in sources:
-            for record in read(source, block_chars, lead_chars, progress):
-                for document in self._documents(record, account, block_chars, lead_chars):
-                    is_block = isinstance(document, Text) and (document.block > 0 or not document.is_last)
-                    number += not (isinstance(document, Text) and document.block)
-                    if batch and (is_block or len(batch) == BATCH_DOCUMENTS or num_chars > BATCH_CHARS):
-                        yield batch
-                        batch, num_chars = [], 0
-                    if is_block:
-                        yield [(number, document)]
-                        continue
-                    batch.append((number, document))
-                    num_chars += document.num_chars
-        if batch:
-            yield batch
-
-    def _documents(
-        self, record: Record | Broken, account: Account, block_chars: int, lead_chars: int
-    ) -> Iterator[Document]:
-        """What a record holds; a broken one goes into the account."""
-        if isinstance(record, Broken):
-            account.add_broken(record.place, record.reason)
-            return
-        try:
-            document, name = to_document(record, self.options.data.format, self._names)
-        except DataError as error:
-            account.add_broken(record.place, str(error))
-            return
-        account.formats[name] += record.is_last
-        if isinstance(document, Text) and document.num_chars > 2 * block_chars and not record.block:
-            for part in blocks(record.place, document.kind, [document.text], block_chars, lead_chars):
-                yield to_document(part)[0]
-        else:
-            yield document
+    def _check(self, account: Account, names: str) -> None:
+        """Stop where there is nothing to learn from; say what is lost where most is."""
+        if self.options.data.strict and account.num_broken:
+            raise DataError("\n".join(f"{place}: {reason}" for place, reason in account.broken))
+        lost = told(account, self.limit)
+        if not account.num_documents:
+            raise DataError(
+                f"{names}: no record can be used, {account.num_broken:,} were skipped{f'; {lost}' if lost else ''}"
+            )
+        if not account.learnt_tokens:
+            raise DataError(
+                f"{names}: no token would be learnt out of {account.read_tokens:,} in {account.num_documents:,} "
+                f"documents ({lost or 'every one is masked'}); look at data.learn, data.max_tokens and the chat "
+                "template"
+            )
+        if is_most(account):
+            self.tell(Notice(f"{names}: most of the data is lost: {lost}"))
 
 
-def _max_tokens(options: Options, max_positions: int, tell: Tell) -> int:
+def _limit(options: Options, max_positions: int, tell: Tell) -> Limit:
     """The longest example; says which wish cannot be met."""
     limits = [(max_positions, "the model's positions"), (options.data.max_tokens or max_positions, "data.max_tokens")]
-    limit, name = min(limits)
+    tokens, name = min(limits)
     wishes = {"data.max_tokens": options.data.max_tokens, "segments.max_tokens": options.segments.max_tokens}
     for key, wish in wishes.items():
-        if wish is not None and wish > limit:
-            tell(Notice(f"{key}: {wish:,} is above {name}, {limit:,}, and gives way"))
-    return limit
-
-
-def _check(account: Account, options: Options, names: str) -> None:
-    """Stop where there is nothing to learn from."""
-    first = f"; the first: {account.broken[0][0]}: {account.broken[0][1]}" if account.broken else ""
-    if options.data.strict and account.num_broken:
-        raise DataError("\n".join(f"{place}: {reason}" for place, reason in account.broken))
-    if not account.num_documents:
-        raise DataError(f"{names}: no record can be used, {account.num_broken:,} were skipped{first}")
-    if not account.learnt_tokens:
-        reasons = "; ".join(f"{reason}: {num:,} tokens" for reason, num in account.dropped_tokens.items())
-        raise DataError(
-            f"{names}: no token would be learnt out of {account.read_tokens:,} in {account.num_documents:,} documents "
-            f"({reasons or 'every one is masked'}); look at data.learn, data.max_tokens and the chat template"
-        )
+        if wish is not None and wish > tokens:
+            tell(Notice(f"{key}: {wish:,} is above {name}, {tokens:,}, and gives way"))
+    return Limit(tokens, name, max_positions)
 
 
 def _split(store: Store, share: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

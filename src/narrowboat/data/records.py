@@ -1,16 +1,36 @@
 """Records as documents and dialogues: OpenAI messages, ShareGPT, Alpaca, prompt and completion, or text.
 
-The format is recognised from a record's keys. A record that fits none is refused with the reason.
+The format is recognised from the fields that hold something. A record that fits none is refused with the reason; fields
+that its format does not read are counted (``keys.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from narrowboat.data.messages import kind_of, messages_of, tools_of, whole
-from narrowboat.data.reading import Record
+from narrowboat.data.calls import tools_of
+from narrowboat.data.jsons import kind_of, parsed, whole
+from narrowboat.data.keys import (
+    BESIDE,
+    FLAGS,
+    FORMATS,
+    IN_MESSAGES,
+    JUDGED,
+    MESSAGE,
+    OTHER_NAMES,
+    REFUSED,
+    WANTED,
+    Told,
+    as_flag,
+    is_aside,
+    is_empty,
+    is_learnt,
+    refuse,
+)
+from narrowboat.data.messages import messages_of, renamed, said_by_number
+from narrowboat.data.raw import Record
 from narrowboat.errors import DataError, did_you_mean
 
 
@@ -27,6 +47,7 @@ class Text:
     block: int = 0
     is_last: bool = True
     lead: str = ""
+    breaks_off: bool = False  # where its file is damaged
 
     @property
     def num_chars(self) -> int:
@@ -65,69 +86,144 @@ class Dialogue:
 
 Document = Text | Pair | Dialogue
 
-FORMATS = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-}
+
+class Unlearnt(DataError):
+    """A record that says of itself that it is not to be learnt."""
 
 
-def recognise(value: Mapping[str, Any]) -> str:
-    """The format whose fields ``value`` has.
+class Records:
+    """Makes documents of raw records.
+
+    Args:
+        form: a format of ``keys.FORMATS``, or auto for the one recognised.
+        names: fields under other names, as ``{theirs: the usual one}``.
+        told: counts the fields that are not read.
+    """
+
+    def __init__(self, form: str = "auto", names: Mapping[str, str] | None = None, told: Told | None = None) -> None:
+        self._form, self.told = form, Told() if told is None else told
+        given = dict(names or {})
+        self._names = {yours: usual for yours, usual in given.items() if usual not in IN_MESSAGES}
+        self._inner = {yours: usual for yours, usual in given.items() if usual in MESSAGE or is_aside(usual)}
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Fields that are read of a record, by the names that they have there."""
+        return WANTED | {yours for yours, usual in self._names.items() if usual in WANTED}
+
+    def document(self, record: Record) -> tuple[Document, str]:
+        """The document that a raw record holds, and its format.
+
+        Raises:
+            Unlearnt: the record says so.
+            DataError: with the reason why it cannot be used.
+        """
+        if record.kind != "record":  # a file's text, even where records have another format
+            return _text(record), record.kind
+        value: Mapping[str, Any] = record.value
+        if self._names:
+            value = renamed(value, self._names, self.told)
+        value = _under_usual(value, BESIDE)
+        refuse(value, "it")
+        name, value = _recognised(value) if self._form == "auto" else (self._form, _forced(self._form, value))
+        if self._is_unlearnt(value, name):
+            raise Unlearnt
+        return self._made(name, record, value), name
+
+    def _is_unlearnt(self, value: Mapping[str, Any], name: str) -> bool:
+        """Whether the record's flags say so; counts the fields that format ``name`` does not read."""
+        form, flags, is_bad = FORMATS[name], {}, False
+        for key, item in value.items():
+            if key in form.needs or key in form.may_have or key in REFUSED or is_empty(item):
+                continue
+            is_measure = isinstance(item, (int, float)) and item not in (0, 1)
+            is_judged = isinstance(item, (bool, str)) and as_flag(item) is not None
+            if key in FLAGS and not is_measure:
+                flags[key] = item
+            elif key in JUDGED and name != "text" and is_judged:
+                is_bad = is_bad or not as_flag(item)
+            else:
+                self.told.add(str(key))
+        return is_bad or is_learnt(flags, "it") is False
+
+    def _made(self, name: str, record: Record, value: Mapping[str, Any]) -> Document:
+        if name == "text":
+            return Text(record.place, _string(value, "text"))
+        if name == "messages":
+            return self._dialogue(record, value["messages"], value)
+        if name == "sharegpt":
+            return self._dialogue(record, value["conversations"], value)
+        if name == "alpaca":
+            return self._dialogue(record, [*_history(value), *_exchange(value)], value)
+        if isinstance(value["prompt"], list) or isinstance(value["completion"], list):
+            return self._dialogue(record, _parts(value), value)
+        if beside := [key for key in ("system", "tools", "functions") if not is_empty(value.get(key))]:
+            raise DataError(
+                f"{beside[0]} stands beside prompt and completion that are text, which are joined as they are; write "
+                "them as lists of messages"
+            )
+        return Pair(record.place, _string(value, "prompt", may_be_empty=True), _string(value, "completion"))
+
+    def _dialogue(self, record: Record, turns: Any, value: Mapping[str, Any]) -> Dialogue:
+        messages, num_joined = messages_of(turns, self.told, record.fills_nulls, self._inner)
+        return Dialogue(record.place, _with_system(messages, value), tools_of(value, record.fills_nulls), num_joined)
+
+
+def _recognised(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The format whose fields hold something, or at least are there; and the record under the usual names.
 
     Raises:
         DataError: with the fields found and the known formats.
     """
-    for name, fields in FORMATS.items():
-        if all(key in value for key in fields):
-            return name
-    known = sorted({key for fields in FORMATS.values() for key in fields})
-    hints = "".join(did_you_mean(key, known) for key in value)
+    others = _under_usual(value, OTHER_NAMES)
+    for fields, of in ((_full(value), value), (_full(others), others), ({*value}, value)):
+        for name in FORMATS:
+            if _fits(name, fields):
+                return name, of
+    known = sorted({key for form in FORMATS.values() for key in form.needs})
+    hints = "".join(did_you_mean(str(key), known) for key in value)
     found = ", ".join(map(str, value)) or "none"
-    raise DataError(f"its fields ({found}) are none of {'; '.join('+'.join(f) for f in FORMATS.values())}{hints}")
+    forms = "; ".join("+".join(form.needs) for form in FORMATS.values())
+    raise DataError(f"its fields ({found}) are none of {forms}{hints}")
 
 
-def to_document(record: Record, name: str = "auto", names: Mapping[str, str] | None = None) -> tuple[Document, str]:
-    """Make a document of a raw record, in format ``name`` or in the one recognised; also returns the format.
-
-    ``names`` are ``{field: the usual name}``.
+def _forced(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record under the usual names of format ``name``.
 
     Raises:
-        DataError: with the reason why it cannot be used.
+        DataError: with the fields that it lacks.
     """
-    place, value = record.place, record.value
-    if record.kind != "record":  # a file's text, even where records have another format
-        text = _string(value, "text", may_be_empty=record.block > 0)
-        return Text(place, text, record.kind, record.block, record.is_last, record.lead), record.kind
-    if names:
-        value = {names.get(key, key): item for key, item in value.items()}
-    if name == "auto":
-        name = recognise(value)
-    missing = [key for key in FORMATS[name] if key not in value]
-    if missing:
-        raise DataError(f"as {name} it lacks {' and '.join(missing)}; its fields are {', '.join(map(str, value))}")
-    return _as(name, place, value), name
+    needs = FORMATS[name].needs
+    value = _under_usual(value, {other: usual for other, usual in OTHER_NAMES.items() if usual in needs})
+    if not _fits(name, {*value}):
+        missing = " and ".join(key for key in needs if key not in value)
+        raise DataError(f"as {name} it lacks {missing}; its fields are {', '.join(map(str, value))}")
+    return value
 
 
-def _as(name: str, place: str, value: Mapping[str, Any]) -> Document:
-    if name == "text":
-        return Text(place, _string(value, "text"))
-    if name == "messages":
-        return _dialogue(place, value["messages"], value.get("tools"))
-    if name == "sharegpt":
-        turns = value["conversations"]
-        return _dialogue(place, [*_system(value), *turns] if isinstance(turns, list) else turns, value.get("tools"))
-    if name == "alpaca":
-        return _from_alpaca(place, value)
-    if isinstance(value["prompt"], list) or isinstance(value["completion"], list):
-        return _from_parts(place, value)
-    return Pair(place, _string(value, "prompt", may_be_empty=True), _string(value, "completion"))
+def _fits(name: str, fields: Set[str]) -> bool:
+    """Whether ``fields`` make format ``name``; Alpaca's question may be all input."""
+    return fields >= {*FORMATS[name].needs} or (name == "alpaca" and fields >= {"input", "output"})
+
+
+def _full(value: Mapping[str, Any]) -> set[str]:
+    return {key for key, item in value.items() if not is_empty(item)}
+
+
+def _under_usual(value: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    """``value`` with its fields ``{other name: usual one}`` under their usual names, where those hold nothing."""
+    full = _full(value)
+    used = {other: usual for other, usual in names.items() if other in full and usual not in full}
+    return {used.get(key, key): item for key, item in value.items() if key not in used.values()} if used else value
+
+
+def _text(record: Record) -> Text:
+    text = _string(record.value, "text", may_be_empty=record.block > 0)
+    return Text(record.place, text, record.kind, record.block, record.is_last, record.lead, record.breaks_off)
 
 
 def _string(value: Mapping[str, Any], key: str, may_be_empty: bool = False) -> str:
-    text = value.get(key)
+    text = said_by_number(value.get(key))
     if not isinstance(text, str):
         raise DataError(f"{key} is {kind_of(text)}, not text")
     if not may_be_empty and not text.strip():
@@ -135,31 +231,51 @@ def _string(value: Mapping[str, Any], key: str, may_be_empty: bool = False) -> s
     return whole(key, text)
 
 
-def _system(value: Mapping[str, Any]) -> list[Any]:
-    system = value.get("system")
-    return [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+def _with_system(messages: list[dict[str, Any]], value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages behind the system text that stands beside them."""
+    if is_empty(value.get("system")):
+        return messages
+    system = _string(value, "system", may_be_empty=True)
+    first = messages[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": system}, *messages] if system.strip() else messages
+    if first["content"].strip() != system.strip():
+        raise DataError("it has two system prompts that differ: its field system, and its first message")
+    return messages
 
 
-def _dialogue(place: str, turns: Any, tools: Any) -> Dialogue:
-    messages, num_joined = messages_of(turns)
-    return Dialogue(place, messages, tools_of(tools), num_joined)
+def _exchange(value: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Alpaca's question, with its input behind a blank line, and answer."""
+    parts = [_string(value, key, may_be_empty=True) for key in ("instruction", "input") if not is_empty(value.get(key))]
+    request = "\n\n".join(part for part in parts if part.strip())
+    if not request:
+        raise DataError("instruction and input are empty")
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": _string(value, "output")}]
 
 
-def _from_alpaca(place: str, value: Mapping[str, Any]) -> Dialogue:
-    request = _string(value, "instruction")
-    extra = value.get("input")
-    if isinstance(extra, str) and extra.strip():
-        request += f"\n\n{extra}"
-    answer = {"role": "assistant", "content": _string(value, "output")}
-    return _dialogue(place, [*_system(value), {"role": "user", "content": request}, answer], None)
+def _history(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Alpaca's earlier exchanges: a list of questions with their answers."""
+    pairs = value.get("history") or []
+    pairs = parsed(pairs, "history") if isinstance(pairs, str) and pairs.strip() else pairs or []
+    if isinstance(pairs, list) and all(isinstance(pair, Mapping) for pair in pairs):
+        return pairs
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError("history is no list of pairs, each a question and its answer")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
-def _from_parts(place: str, value: Mapping[str, Any]) -> Dialogue:
+def _parts(value: Mapping[str, Any]) -> list[Any]:
     """Prompt and completion as lists of messages, of which only the completion's are learnt."""
     messages: list[Any] = []
     for key, role in (("prompt", "user"), ("completion", "assistant")):
         part = value[key] if isinstance(value[key], list) else [{"role": role, "content": value[key]}]
         for message in part:
             silent = key == "prompt" and isinstance(message, Mapping)
-            messages.append({**message, "train": False} if silent else message)
-    return _dialogue(place, messages, value.get("tools"))
+            messages.append(
+                {**message, **dict.fromkeys(FLAGS.keys() & message.keys()), "train": False} if silent else message
+            )
+    return messages

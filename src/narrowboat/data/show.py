@@ -22,12 +22,13 @@ from narrowboat.data.prepare import Prepared
 LEARNT, CONTEXT, MASKED, CUT_OUT = "bold green", "cyan", "dim", "italic yellow"
 STYLES = {"learnt": LEARNT, "context": CONTEXT, "masked": MASKED}
 MARKS = {"learnt": ("⟦", "⟧"), "context": ("⟨", "⟩")}  # around runs of tokens, where there are no colours
+ASCII_MARKS = {"learnt": ("[[", "]]"), "context": ("<<", ">>")}
 NO_MARKS: Mapping[str, tuple[str, str]] = {}
 _MOST_CHARS = 1200  # of a run of tokens that is shown; the middle of a longer one is left out
 
 
-def account_table(account: Account) -> RenderableType:
-    """What was read and what became of every token, and how long the examples are."""
+def account_table(account: Account, bar: str = "█") -> RenderableType:
+    """What was read and what became of every token, and how long the examples are, in bars of ``bar``."""
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -56,11 +57,14 @@ def account_table(account: Account) -> RenderableType:
     line("  masked", account.masked_tokens, total, style=MASKED)
     for reason, num_tokens in account.dropped_tokens.most_common():
         line("  dropped", num_tokens, total, reason, "red")
+    for source in account.sources:
+        used = f"{source['used_documents']:,} of {source['documents']:,} documents"
+        line("from a source", source["used_tokens"], 0, f"{source['name']}: share {source['share']:g}, {used}")
     if account.num_compressed:
         left = 1 - account.compressed_to_tokens / account.compressed_from_tokens
         line("dialogues compressed", account.num_compressed, note=f"{left:.0%} of their tokens left out")
     line("rows", account.num_rows, note=f"of {account.row_tokens:,} tokens or less, {account.row_fill:.1%} full")
-    return Group(table, "", _histogram(account))
+    return Group(table, "", _histogram(account, bar))
 
 
 def _short(place: str) -> str:
@@ -68,14 +72,14 @@ def _short(place: str) -> str:
     return "/".join(place.split("/")[-2:])
 
 
-def _histogram(account: Account) -> RenderableType:
+def _histogram(account: Account, bar: str) -> RenderableType:
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column(justify="right")
     table.add_column(justify="right")
     table.add_column()
     most = max(account.lengths.values(), default=1)
     for tokens, num in sorted(account.lengths.items()):
-        table.add_row(f"up to {tokens:,} tokens", f"{num:,}", Text("█" * max(round(30 * num / most), 1), "cyan"))
+        table.add_row(f"up to {tokens:,} tokens", f"{num:,}", Text(bar * max(round(30 * num / most), 1), "cyan"))
     return table
 
 

@@ -1,114 +1,152 @@
-"""Sources: which files are read, and as what; a folder's in a fixed order.
+"""Sources: which files are read: files, folders, archives, patterns and data sets of a hub, in a fixed order.
 
-Kinds are told by name. A folder that ``datasets`` saved is its Arrow files, of the ``train`` split if there are more.
+Where names tell what is to learn from, to hold out and to leave alone, that is followed, and told in one line.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import glob
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
+from narrowboat.data.folders import listed, saved
+from narrowboat.data.hub import PREFIX, fetched
+from narrowboat.data.kinds import Source, shown, source_of
+from narrowboat.data.splits import Layout, Listed, Split, layout_of, split_named
 from narrowboat.errors import DataError
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-RECORDS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-}
-TEXTS = {
-    "prose": ".txt .text .rst .tex .log .srt",
-    "markdown": ".md .markdown .mdx",
-    "html": ".html .htm .xhtml",
-    "pdf": ".pdf",
-    "python": ".py .pyi",
-    "javascript": ".js .jsx .mjs .cjs",
-    "typescript": ".ts .tsx",
-    "c": ".c .h",
-    "cpp": ".cc .cpp .cxx .hh .hpp .hxx .cu .cuh",
-    "java": ".java",
-    "go": ".go",
-    "rust": ".rs",
-    # without a grammar here: cut at blank lines and lines
-    "code": ".rb .php .cs .sh .bash .swift .kt .scala .lua .sql .r .jl .pl .css .scss .vue .zig .hs .ml .ex .erl .clj "
-    ".yaml .yml .toml .ini .cfg .xml .proto .cmake .tf",
-}
-KINDS = RECORDS | {suffix: kind for kind, suffixes in TEXTS.items() for suffix in suffixes.split()}
-SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}  # and hidden ones
+
+@dataclass
+class Found:
+    """What there is to read.
+
+    Attributes:
+        sources: in a fixed order.
+        heldout: what a folder or data set holds out by its own names.
+        left_out: how many files and folders are not read, by suffix or reason; folders by name.
+        told: a line for each folder or data set in which splits were recognised.
+    """
+
+    sources: list[Source] = field(default_factory=list)
+    heldout: list[Source] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    told: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One file: ``kind`` is a record format, or what its text is (prose, markdown, python, ..)."""
+def find(paths: Sequence[str], *, splits: bool = True, heldout: bool = False) -> Found:
+    """Files under ``paths``.
 
-    path: Path
-    kind: str
-    num_bytes: int
-
-
-def find(paths: Sequence[str]) -> tuple[list[Source], Counter[str]]:
-    """Files under ``paths`` in a fixed order, and how many were left out, by suffix; folders by name.
+    Args:
+        paths: files, folders, zip archives, patterns such as ``data/*.jsonl``, or ``hub:`` and a data set's name.
+        splits: whether train, validation and test are told apart in a folder or data set; otherwise all is read.
+        heldout: the paths are to measure on: where there are splits, the validation files are read, or else the test
+            files.
 
     Raises:
-        DataError: for a path that does not exist, or a named file of a kind that cannot be read.
+        DataError: for what does not exist, cannot be read, or is of a kind that is not known.
     """
-    sources: list[Source] = []
-    left_out: Counter[str] = Counter()
+    found = Found()
     for name in paths:
-        path = Path(name).expanduser()
-        if path.is_file():
-            if kind_of(path) is None:
-                raise DataError(f"{path}: its kind is not known by its name; known are {' '.join(sorted(KINDS))}")
-            sources.append(_source(path))
-        elif path.is_dir():
-            for file in _dataset_files(path) or _walk(path, left_out):
-                if kind_of(file) is None or file.name.startswith("."):
-                    left_out[file.suffix or file.name] += 1
-                else:
-                    sources.append(_source(file))
+        try:
+            layout = _layout(name, found, splits)
+        except OSError as error:
+            raise DataError(f"{shown(name)}: it cannot be read: {error.strerror or error}") from None
+        except DataError as error:
+            raise DataError(f"{error}{_with_comma(paths)}") from None
+        found.sources += layout.plain
+        if layout.has_splits:
+            _take(name, layout, found, heldout)
+        elif layout.left_out:
+            found.told.append(f"{name}: {_few(layout.left_out)} are about the data and not read")
+    found.sources, num_more = _once(found.sources)
+    if num_more:
+        found.told.append(f"{num_more:,} files are named more than once, and read once")
+    return found
+
+
+def _once(sources: Sequence[Source]) -> tuple[list[Source], int]:
+    """Each file once, and how many more there were."""
+    once = {source.identity: source for source in reversed(sources)}
+    return [source for source in sources if once[source.identity] is source], len(sources) - len(once)
+
+
+def _with_comma(names: Sequence[str]) -> str:
+    """A hint, where ``names`` were one name with commas in it."""
+    wholes = (mark.join(names) for mark in (",", ", "))
+    whole = next((whole for whole in wholes if len(names) > 1 and Path(whole).expanduser().exists()), "")
+    return f'; for the file {shown(whole)} write ["{shown(whole)}"], since commas part names' if whole else ""
+
+
+def _layout(name: str, found: Found, splits: bool) -> Layout[Source]:
+    """What ``name`` stands for, by split where it has any."""
+    path = Path(name).expanduser()
+    if name.startswith(PREFIX):
+        by_split = {split: [source_of(path) for path in paths] for split, paths in fetched(name).items()}
+    else:
+        by_split = saved(path) if path.is_dir() else {}
+    if by_split:
+        if not splits or len(by_split) == 1:
+            return Layout(plain=[source for sources in by_split.values() for source in sources])
+        return _of_splits(name, by_split)
+    files = listed(path, found.left_out)
+    if files is None:
+        matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(name) else []
+        if not matches:
+            what = "no file matches it" if glob.has_magic(name) else "there is no such file or folder"
+            raise DataError(f"{shown(name)}: {what}")
+        base = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
+        files = [part for match in matches for part in _matching(Path(match), base, found.left_out)]
+    if not splits or len(files) == 1:
+        return Layout(plain=[source for _, _, source in files])
+    return layout_of(files)
+
+
+def _matching(path: Path, base: Path, left_out: Counter[str]) -> Iterator[Listed[Source]]:
+    """The files at ``path``, which matches a pattern; ``base`` is what the pattern begins with."""
+    above = path.relative_to(base).parts
+    for parts, what, source in listed(path, left_out, is_named=False) or ():
+        yield (above if path.is_dir() else above[:-1]) + parts, what, source
+
+
+def _take(name: str, layout: Layout[Source], found: Found, heldout: bool) -> None:
+    """Read what is to be read of a data set with splits, and say so."""
+    train, validation, test = (layout.files[split] for split in ("train", "validation", "test"))
+    if heldout:
+        chosen = validation or test or train
+        found.sources += chosen
+        what = "validation" if chosen is validation else "test" if chosen is test else "train"
+        found.told.append(f"{name}: of its splits {what} is measured on ({len(chosen):,} files)")
+        return
+    found.sources += train
+    found.heldout += validation
+    parts = [f"train is learnt ({len(train):,} files)"]
+    parts += [f"validation is held out ({len(validation):,})"] if validation else []
+    parts += [f"test is left alone ({len(test):,})"] if test else []
+    parts += [f"{_few(layout.left_out)} are not read"] if layout.left_out else []
+    found.told.append(f"{name}: {', '.join(parts)}; data.splits: all learns every file")
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _of_splits(name: str, by_split: Mapping[str, list[Source]]) -> Layout[Source]:
+    """A data set that names its splits; without one called train, those of other names are learnt."""
+    layout: Layout[Source] = Layout()
+    named: dict[str, Split | None] = {split: split_named(split) for split in by_split}
+    has_train = "train" in named.values()
+    for split, sources in by_split.items():
+        known = named[split]
+        if known:
+            layout.files[known] += sources
+        elif has_train:
+            layout.left_out.append(split)
         else:
-            raise DataError(f"{path}: there is no such file or folder")
-    return sources, left_out
-
-
-def kind_of(path: Path) -> str | None:
-    """What a file is, by its name; ``notes.jsonl.gz`` is what ``notes.jsonl`` is."""
-    if path.suffix.lower() in COMPRESSED:
-        path = path.with_suffix("")
-    return KINDS.get(path.suffix.lower())
-
-
-def _source(path: Path) -> Source:
-    return Source(path, str(kind_of(path)), path.stat().st_size)
-
-
-def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
-    for here, folders, files in os.walk(folder):
-        skipped = {name for name in folders if name.startswith(".") or name in SKIPPED_FOLDERS}
-        left_out.update(f"{name}/" for name in skipped)
-        folders[:] = sorted({*folders} - skipped)
-        yield from (Path(here) / name for name in sorted(files))
-
-
-def _dataset_files(folder: Path) -> list[Path]:
-    """The files of a folder written by ``datasets``' ``save_to_disk``; none if it is not one."""
-    splits = folder / "dataset_dict.json"
-    try:
-        if splits.is_file():
-            names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
-            return _dataset_files(folder / ("train" if "train" in names else names[0]))
-        state = folder / "state.json"
-        if not state.is_file() or not (folder / "dataset_info.json").is_file():
-            return []
-        return [folder / file["filename"] for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise DataError(f"{folder}: looks like a saved data set, but its description cannot be read: {error}") from None
+            layout.files["train"] += sources
+    if not layout.files["train"]:
+        raise DataError(f"{name}: its splits are {', '.join(by_split)}, and none of them is to learn from; name one")
+    return layout

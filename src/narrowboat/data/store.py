@@ -83,8 +83,8 @@ class Store:
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], fingerprint: str = "") -> None:
-        self._batches = [batch for batch in batches if len(batch)]
-        self._firsts = np.cumsum([0, *(len(batch) for batch in self._batches)])
+        self.batches = [batch for batch in batches if len(batch)]
+        self._firsts = np.cumsum([0, *(len(batch) for batch in self.batches)])
         self._fingerprint = fingerprint
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class Store:
         if not 0 <= number < len(self):
             raise IndexError(number)
         which = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        batch, at = self._batches[which], number - int(self._firsts[which])
+        batch, at = self.batches[which], number - int(self._firsts[which])
         columns = {name: batch.column(name)[at] for name in batch.schema.names}
         input_ids = columns["input_ids"].values.to_numpy(zero_copy_only=True)
         runs = columns["runs"].values.to_numpy(zero_copy_only=True)
@@ -105,12 +105,22 @@ class Store:
             *(columns[name].as_py() for name in SCHEMA.names[3:]),
         )
 
+    def numbered_from(self, first: int) -> Store:
+        """The same examples, their documents numbered from ``first`` on."""
+        if not first:
+            return self
+        name = "document"
+        numbers = (pc.add(batch.column(name), pa.scalar(first, pa.int32())) for batch in self.batches)
+        place = SCHEMA.get_field_index(name)
+        moved = [batch.set_column(place, name, column) for batch, column in zip(self.batches, numbers, strict=True)]
+        return Store(moved)
+
     @property
     def fingerprint(self) -> str:
         """Of all token ids, labels and their order (``fingerprint.py``)."""
         if not self._fingerprint:
             gathered = Fingerprint()
-            for batch in self._batches:
+            for batch in self.batches:
                 gathered.add(batch)
             self._fingerprint = str(gathered)
         return self._fingerprint
@@ -118,12 +128,22 @@ class Store:
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each example."""
-        arrays = [np.diff(batch.column("input_ids").offsets.to_numpy()) for batch in self._batches]
+        arrays = [np.diff(batch.column("input_ids").offsets.to_numpy()) for batch in self.batches]
         return np.concatenate(arrays).astype(np.int32) if arrays else np.empty(0, np.int32)
+
+    @cached_property
+    def begins_learnt(self) -> NDArray[np.bool_]:
+        """Whether the first token that is an example's own is learnt."""
+        arrays = []
+        for batch in self.batches:
+            runs = batch.column("runs")
+            num_unlearnt = runs.values.to_numpy()[runs.offsets.to_numpy()[:-1]]
+            arrays.append(num_unlearnt == batch.column("before").to_numpy())
+        return np.concatenate(arrays) if arrays else np.empty(0, np.bool_)
 
     def column(self, name: str) -> NDArray[np.int32]:
         """One number of each example: num_supervised, document, segment or offset."""
-        arrays = [batch.column(name).to_numpy(zero_copy_only=True) for batch in self._batches]
+        arrays = [batch.column(name).to_numpy(zero_copy_only=True) for batch in self.batches]
         return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
 
 

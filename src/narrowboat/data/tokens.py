@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,16 @@ class Tokenised:
     edges: NDArray[np.int64]  # [tokens + 1]
     is_whole: NDArray[np.bool_]  # [tokens + 1]
     num_lost: int = 0  # characters that the tokenizer has no token for, or tokens that say "unknown"
+    num_special: int = 0  # names of special tokens in the text
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def part(self, first: int, last: int) -> Tokenised:
+        """Tokens ``first:last`` with the edges that they have in the whole text."""
+        return Tokenised(
+            self.input_ids[first:last], self.edges[first : last + 1], self.is_whole[first : last + 1], self.num_lost
+        )
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """The tokens that hold any of the characters ``start:end``, as a range."""
@@ -69,6 +76,57 @@ class Encoder:
         place = next((i for i in range(len(around)) if around[i : i + len(inner)] == inner), 0)
         self.before: list[int] = around[:place]  # what the tokenizer itself puts around a text: often one BOS
         self.after: list[int] = around[place + len(inner) :]
+        special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_names = tuple(special.values())
+        self._is_special = np.zeros(max([*special, len(tokenizer)]) + 1, np.bool_)
+        self._is_special[[*special]] = True
+        self._plain: Any = None  # the same without special tokens, once it is needed
+
+    def encode_text(self, texts: Sequence[str], special: bool = False) -> list[Tokenised]:
+        """Tokens of people's texts; names of special tokens in them are text, unless ``special``, and counted."""
+        tokenised = self.encode(texts)
+        for i, found in enumerate(tokenised):
+            if num := int(self._is_special[found.input_ids].sum()):
+                tokenised[i] = replace(found if special else self._as_text(texts[i]), num_special=num)
+        return tokenised
+
+    def encode_around(self, text: str, places: Sequence[tuple[int, int]]) -> Tokenised:
+        """Tokens of a text in which what stands at ``places``, names of special tokens, is text."""
+        found = self.encode([text])[0]
+        pieces: list[Tokenised] = []
+        done = 0
+        for place in places:
+            first, last = found.span(*place)
+            start, end = int(found.edges[first]), int(found.edges[last])  # the token may have blanks around it
+            pieces += [found.part(done, first), self._as_text(text[start:end], start)]
+            done = last
+        pieces.append(found.part(done, len(found)))
+        return Tokenised(
+            np.concatenate([piece.input_ids for piece in pieces]),
+            np.concatenate([*(piece.edges[:-1] for piece in pieces), found.edges[-1:]]),
+            np.concatenate([*(piece.is_whole[:-1] for piece in pieces), found.is_whole[-1:]]),
+            found.num_lost,
+            len(places),
+        )
+
+    def _as_text(self, text: str, start: int = 0) -> Tokenised:
+        """Tokens of a text in which no name of a special token is special; it stands at ``start`` of a longer one."""
+        if self._plain is None:
+            self._plain = type(self._backend).from_str(self._backend.to_str())
+            self._plain.encode_special_tokens = True
+        if self._num_bytes is not None or not start:
+            tokenised = self._tokenised(self._plain, text)
+        else:  # some tokenizers put a blank before a text, but not behind a line's end
+            tokenised = self._tokenised(self._plain, "\n" + text)
+            tokenised = tokenised.part(tokenised.span(1, 2)[0], len(tokenised))
+            start -= 1
+        return replace(tokenised, edges=tokenised.edges + start)
+
+    def _tokenised(self, backend: Any, text: str) -> Tokenised:
+        encoding = backend.encode(text, add_special_tokens=False)
+        if self._num_bytes is None:
+            return self._by_offsets(text, encoding)
+        return self._by_bytes(text, encoding.ids, backend)
 
     def encode(self, texts: Sequence[str]) -> list[Tokenised]:
         """Tokens of each text, without special ones around it; special tokens' names inside are read as such."""
@@ -76,9 +134,11 @@ class Encoder:
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
             return [self._by_offsets(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._by_bytes(text, encoding.ids) for text, encoding in zip(texts, encodings, strict=True)]
+        return [
+            self._by_bytes(text, encoding.ids, self._backend) for text, encoding in zip(texts, encodings, strict=True)
+        ]
 
-    def _by_bytes(self, text: str, ids: list[int]) -> Tokenised:
+    def _by_bytes(self, text: str, ids: list[int], backend: Any) -> Tokenised:
         assert self._num_bytes is not None
         input_ids = np.array(ids, np.int32)
         edges = np.zeros(len(ids) + 1, np.int64)
@@ -87,13 +147,13 @@ class Encoder:
         if not text.isascii():
             raw = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
             if edges[-1] != len(raw):
-                return self._by_offsets(text, self._backend.encode(text, add_special_tokens=False))
+                return self._by_offsets(text, backend.encode(text, add_special_tokens=False))
             leads = np.ones(len(raw) + 1, np.bool_)
             leads[:-1] = (raw & 0xC0) != 0x80
             is_whole = leads[edges]
             edges = (np.cumsum(leads) - 1)[edges]
         elif edges[-1] != len(text):
-            return self._by_offsets(text, self._backend.encode(text, add_special_tokens=False))
+            return self._by_offsets(text, backend.encode(text, add_special_tokens=False))
         return Tokenised(input_ids, edges, is_whole)
 
     def _by_offsets(self, text: str, encoding: Any) -> Tokenised:

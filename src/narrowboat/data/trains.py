@@ -3,6 +3,7 @@
 A segment by itself shows some tokens of its neighbour, or its first token could not be predicted. In a train nothing
 is shown twice: segments are put back at their places in the document, and the last token of one predicts the first of
 the next. A train that is longer than a step batch is dealt out in stretches over several steps, one after the other.
+Segments without anything to learn, as of a long question, are no step by themselves: they go with the next that has.
 """
 
 from __future__ import annotations
@@ -141,21 +142,50 @@ def stretches(store: Store, numbers: NDArray[np.int64], most_tokens: int | None)
     Args:
         store: holds them.
         numbers: rising; whole documents.
-        most_tokens: of one train; one segment always goes. None leaves documents whole.
+        most_tokens: of one train; one segment always goes, and what has nothing to learn goes with what follows it, or
+            at a document's end with what is before it. None leaves documents whole.
     """
     documents, lengths = store.column("document")[numbers], store.lengths[numbers]
+    learns, hands_on = _learnt(store, numbers)
     trains: list[list[int]] = []
-    num_tokens = 0
+    num_tokens, is_learnt, had_learnt = 0, False, False
     for i, number in enumerate(numbers.tolist()):
         goes_on = i > 0 and documents[i] == documents[i - 1]
-        fits = most_tokens is None or num_tokens + lengths[i] <= most_tokens
-        if goes_on and fits:
+        if goes_on and (not is_learnt or most_tokens is None or num_tokens + lengths[i] <= most_tokens):
             trains[-1].append(number)
             num_tokens += int(lengths[i])
         else:
+            if i and not goes_on:
+                _close(trains, is_learnt, had_learnt)
+            had_learnt = goes_on
             trains.append([number])
-            num_tokens = int(lengths[i])
+            num_tokens, is_learnt = int(lengths[i]), False
+        is_learnt = bool(is_learnt or learns[i] or hands_on[i])
+    _close(trains, is_learnt, had_learnt)
     return trains
+
+
+def _close(trains: list[list[int]], is_learnt: bool, goes_on: bool) -> None:
+    """A document ends: what is left of it without anything to learn goes with what is before it."""
+    if goes_on and not is_learnt:
+        rest = trains.pop()
+        trains[-1] += rest
+
+
+def num_silent(store: Store, numbers: NDArray[np.int64]) -> int:
+    """How many of the examples ``numbers`` have nothing to predict that is learnt."""
+    learns, hands_on = _learnt(store, numbers)
+    return int((~(learns | hands_on)).sum())
+
+
+def _learnt(store: Store, numbers: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """For each of the examples ``numbers``: whether a token behind its first is learnt, and whether its last token has
+    to predict the first of the same document's next segment.
+    """
+    begins = store.begins_learnt[numbers]
+    documents = store.column("document")[numbers]
+    follows = np.append(documents[1:] == documents[:-1], False)
+    return store.column("num_supervised")[numbers] > begins, follows & np.append(begins[1:], False)
 
 
 class TrainSchedule:

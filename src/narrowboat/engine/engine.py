@@ -183,8 +183,10 @@ class Engine:
         with self._unchanged_if_it_fails(), driving.averaged(self.optimizer):
             if self.carrying is not None:
                 loss_of = partial(self._segment_loss, num_items=1, seed=0)
+                here = self.carrying.mark()  # perhaps in the middle of a document, which goes on afterwards
                 self.underway.begin("evaluation", len(rows))
                 losses = [loss for row in rows for loss in self._evaluated(_as_train(row), loss_of)]
+                self.carrying.go_back(here)
                 return number(torch.stack(losses).sum()), sum(row.num_supervised for row in rows)
             groups = group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens)
             self.underway.begin("evaluation", len(groups))

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
-import torch
 import xxhash
-
-from narrowboat.machine.tensor_files import blocks_of
 
 DRAFT, OLD = ".draft-", ".old-"
 BLOCK_BYTES = 1 << 20
@@ -43,10 +40,6 @@ class Draft:
     def write(self, name: str, content: bytes) -> None:
         """Write the file ``name``; those below a folder make it."""
         self.write_blocks(name, [content])
-
-    def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write ``tensors`` as the safetensors file ``name``; those of a card come to the host one at a time."""
-        self.write_blocks(name, blocks_of(tensors))
 
     def write_blocks(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
         """Write the file ``name`` a piece at a time, none of which need be there before its turn."""

@@ -41,7 +41,6 @@ def parse_json(content: bytes) -> dict[str, Any]:
     """
     try:
         found = json.loads(content.decode("utf-8-sig"), parse_int=_whole_number, parse_float=_number)
-        _refuse_depth(found)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text, at byte {error.start:,}") from None
     except json.JSONDecodeError as error:
@@ -50,6 +49,7 @@ def parse_json(content: bytes) -> dict[str, Any]:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
     if not isinstance(found, dict):
         raise ValueError(f"expected an object in braces, found {type(found).__name__}")
+    _refuse_depth(found)
     return found
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -55,7 +55,8 @@ def alone_in(folder: Path) -> Iterator[None]:
         holder.write_text(json.dumps(me), encoding="utf-8")
         yield
     finally:  # the lock's file stays: who opened it before it went would lock another than who comes after
-        holder.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that can no longer be written: the lock is what counts
+            holder.unlink(missing_ok=True)
         lock.release()
 
 

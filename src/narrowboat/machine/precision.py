@@ -16,6 +16,8 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from narrowboat.machine.card import multiplies_bfloat16
+
 BF16_PAYS = 1.25
 """How many times faster than float32 the CPU must multiply bfloat16 before ``auto`` takes it."""
 
@@ -104,7 +106,7 @@ def _what_the_device_does_well(device: torch.device) -> Format:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         card = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
-        if major >= 8:
+        if multiplies_bfloat16((major, minor)):
             return Format(torch.bfloat16, f"{card} multiplies it natively")
         return Format(torch.float16, f"{card} multiplies float16 natively, and bfloat16 only by emulation")
     ratio = measure_bfloat16_gain()

@@ -1,7 +1,7 @@
 """How fast this machine is and what it holds beside our tensors: measured in seconds, kept in the user's cache folder.
 
 Rates turn counted operations into seconds. Margins are what a meter of tensors cannot see on a card: the driver's
-context, the allocator's rounding and holes, the libraries' workspaces; on a CPU there are none.
+context, the allocator's holes, the libraries' workspaces; on a CPU there are none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from narrowboat.machine.caches import cache_folder, make_private
+from narrowboat.machine.card import USUAL_CONTEXT_BYTES, Capability, context_bytes, workspace_bytes
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import name_of
 from narrowboat.units import MIB
@@ -47,14 +48,21 @@ class Rates:
 
 @dataclass(frozen=True)
 class Margin:
-    """What a card holds beside tensors: ``context_bytes`` whatever happens, ``share`` of what the tensors take."""
+    """What a card holds beside our tensors.
+
+    Attributes:
+        context_bytes: the driver's, whatever happens.
+        workspace_bytes: of the libraries that multiply; the allocator counts them as allocated.
+        share: of what the tensors take, lost in holes between them.
+    """
 
     context_bytes: int = 0
+    workspace_bytes: int = 0
     share: float = 0.0
 
     def of(self, tensor_bytes: int) -> int:
         """Bytes beside ``tensor_bytes``."""
-        return self.context_bytes + int(self.share * tensor_bytes)
+        return self.context_bytes + self.workspace_bytes + int(self.share * tensor_bytes)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ def profile_of(device: torch.device, dtype: torch.dtype) -> Profile:
     path = profile_path(device, dtype)
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return Profile(**kept | {"rates": Rates(**kept["rates"]), "margin": Margin(**kept["margin"])})
+        return Profile(**kept | {"rates": Rates(**kept["rates"]), "margin": margin_of(device)})
     except (OSError, ValueError, TypeError, KeyError):
         return measure(device, dtype)
 
@@ -107,17 +115,19 @@ def profile_path(device: torch.device, dtype: torch.dtype) -> Path:
 
 
 def margin_of(device: torch.device) -> Margin:
-    """Of a card: its context, from what is in use while torch holds nothing; the share is that of ``CARD_MARGIN``."""
+    """Of a card: its context as it is here, and the workspaces of its kind."""
     if device.type != "cuda":
         return Margin()
-    torch.zeros(1, device=device)
-    free, total = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device)
-    return Margin(max(0, total - free - held), CARD_MARGIN.share)
+    return card_margin(torch.cuda.get_device_capability(device), context_bytes(device))
 
 
-CARD_MARGIN = Margin(context_bytes=480 * MIB, share=0.03)
-"""Of a card that is not here: a context of 300 to 500 MiB, blocks rounded up to 2 MiB, cuBLAS workspaces."""
+def card_margin(capability: Capability, context_bytes: int = USUAL_CONTEXT_BYTES) -> Margin:
+    """Of a card of that kind."""
+    return Margin(context_bytes, workspace_bytes(capability), HOLES)
+
+
+HOLES = 0.02
+"""Share of a card's tensors: blocks that grow leave holes of at most one page of 2 MiB each."""
 
 
 def _rate(device: torch.device, run: Callable[[], object], amount: float) -> float:

@@ -25,6 +25,7 @@ from narrowboat.machine.caches import cache_folder, filling
 from narrowboat.machine.drafts import Draft
 from narrowboat.machine.extras import require
 from narrowboat.machine.inside import inside
+from narrowboat.machine.tensor_files import blocks_of
 from narrowboat.model.changes import Changes
 from narrowboat.model.saved import CONFIG_FILE, WEIGHTS_FILE, read_config
 from narrowboat.model.serving import refusals
@@ -60,7 +61,7 @@ def convert_adapter(base: Path, adapter: Path, kind: GgufType, out: Path, truste
     tensors, says = Changes(adapter).scaled()
     with tempfile.TemporaryDirectory(prefix="narrowboat-") as name:
         draft = Draft(Path(name) / "adapter")
-        draft.write_tensors(WEIGHTS_FILE, tensors)
+        draft.write_blocks(WEIGHTS_FILE, blocks_of(tensors))
         draft.write(CONFIG_FILE, json.dumps(read_config(adapter) | says).encode())
         _run(
             "convert_lora_to_gguf.py", [draft.path, "--base", base, "--outfile", out, "--outtype", kind], trusted, tell

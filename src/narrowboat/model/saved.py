@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -25,6 +26,7 @@ from narrowboat.machine.drafts import Draft, whole
 from narrowboat.machine.hardware import free_disk_bytes
 from narrowboat.machine.json_files import read_json
 from narrowboat.machine.manifest import MANIFEST
+from narrowboat.machine.tensor_files import blocks_of
 from narrowboat.model.starts import for_untouched_base, from_saved, widened
 from narrowboat.units import format_bytes
 
@@ -51,18 +53,15 @@ class Contents:
             OSError: the disk is full or cannot be written.
         """
         at = f"{folder}/" if folder else ""
-        draft.write_tensors(at + WEIGHTS_FILE, self.tensors)
+        draft.write_blocks(at + WEIGHTS_FILE, blocks_of(self.tensors))
         draft.write(at + CONFIG_FILE, json.dumps(self.config, indent=2, sort_keys=True).encode() + b"\n")
         own = {name: draft.stamps[at + name] for name in (WEIGHTS_FILE, CONFIG_FILE)}
         draft.write(at + MANIFEST, manifest.render(note, own))
 
 
-def contents(model: PeftModel, keep: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Contents:
-    """The adapter of ``model`` as it is now; ``keep`` copies a tensor that training will change."""
-    tensors = {
-        name: keep(tensor.detach())
-        for name, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
-    }
+def contents(model: PeftModel) -> Contents:
+    """The adapter of ``model`` as it is now: its own tensors, which training goes on to change."""
+    tensors = {name: tensor.detach() for name, tensor in _adapter_of(model).items()}
     config = model.peft_config["default"].to_dict() | {"inference_mode": True}
     if not config["base_model_name_or_path"]:
         config["base_model_name_or_path"] = getattr(model.get_base_model(), "name_or_path", None)
@@ -118,17 +117,17 @@ def load_adapter_state(model: PeftModel, folder: Path, tell: Tell = lambda event
     check_adapter(folder, tell)
     path = folder / WEIGHTS_FILE
     saved = from_saved(model, read_tensors(path))
-    present = {
-        name: tuple(t.shape) for name, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()
-    }
-    given = {name: tuple(t.shape) for name, t in saved.items()}
+    own = _adapter_of(model)
+    present, given = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (own, saved))
     if wrong := sorted(name for name in present.keys() | given.keys() if present.get(name) != given.get(name)):
         raise CheckpointError(
             f"{path}: {len(wrong)} of {len(given)} tensors do not fit this adapter; first {wrong[0]}: saved "
             f"{given.get(wrong[0], 'not at all')}, expected {present.get(wrong[0], 'none')}. Were lora.rank or "
             "lora.targets changed?"
         )
-    set_peft_model_state_dict(model, saved)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -155,6 +154,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"{path}: cannot be read as an adapter's configuration: {why}") from None
+
+
+def _adapter_of(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The adapter's own tensors by PEFT's names for them; the base's are passed over, and not touched."""
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, dict(named), save_embedding_layers=False)
+    return found
 
 
 def _of_twice_the_rank(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from narrowboat.machine.drafts import write_whole
 from narrowboat.monitor.charts import Chart, Line, draw, thin
 from narrowboat.monitor.history import EVENTS_FILE, History, read_history
-from narrowboat.monitor.report import environment, put, series
+from narrowboat.monitor.report import environment, series
 from narrowboat.monitor.wording import how_much
 
 COMPARISON_FILE = "comparison.html"
@@ -53,7 +54,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         DataError: one of them holds no run.
         OSError: the page cannot be written.
     """
-    put(path, compared([Run(name, read_history(folder / EVENTS_FILE)) for name, folder in _named(folders).items()]))
+    runs = [Run(name, read_history(folder / EVENTS_FILE)) for name, folder in _named(folders).items()]
+    write_whole(path, compared(runs).encode())
     return path
 
 

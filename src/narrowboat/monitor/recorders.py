@@ -12,11 +12,12 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowboat.events import Event, Notice, Recorder
+from narrowboat.events import Event, Notice, Recorder, Tell
 from narrowboat.monitor.history import EVENTS_FILE, checked_line
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Record:
         folder: the run folder. A resumed run appends to what lies in it.
         console: where progress goes; the standard output if not given.
         quiet: no progress display.
+        callbacks: hear of every event at once.
         monitors: who draws curves: tensorboard, wandb, mlflow.
 
     Raises:
@@ -46,6 +48,7 @@ class Record:
         folder: Path,
         console: Console | None = None,
         quiet: bool = False,
+        callbacks: Iterable[Tell] = (),
         monitors: Sequence[str] = ("tensorboard",),
     ) -> None:
         from narrowboat.monitor.progress import Progress
@@ -53,7 +56,8 @@ class Record:
         self._folder = folder
         self._monitors = [_monitor(name, folder) for name in monitors]
         self._progress = None if quiet else Progress(console)
-        self._fanout = Fanout([] if self._progress is None else [self._progress])
+        shown = [] if self._progress is None else [self._progress]
+        self._fanout = Fanout([*shown, *map(_Callback, callbacks)])
         self._waiting: list[tuple[Event, datetime]] | None = []
 
     def record(self, event: Event) -> None:
@@ -151,6 +155,16 @@ class Fanout:
             else:
                 with suppress(OSError):
                     print(notice.text, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Callback:
+    """Somebody's function as a recorder."""
+
+    record: Tell
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class JsonLines:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import accumulate
@@ -18,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from narrowboat.events import Event, ModelReady, RunEnded
+from narrowboat.machine.drafts import write_whole
 from narrowboat.monitor.accounting import account_entries, share
 from narrowboat.monitor.charts import Chart, Line, draw, thin
 from narrowboat.monitor.diagnosis import diagnose
@@ -55,18 +55,8 @@ def write_report(folder: Path) -> Path:
         OSError: if the page cannot be written; an older page stays whole.
     """
     path = folder / REPORT_FILE
-    put(path, page_of(folder))
+    write_whole(path, page_of(folder).encode())
     return path
-
-
-def put(path: Path, page: str) -> None:
-    """Write a page whole or not at all."""
-    unfinished = path.with_suffix(".html.tmp")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def page_of(folder: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from hashlib import blake2s
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pydantic_core import ErrorDetails
 from narrowboat.errors import Mistake, OptionError, cut, did_you_mean
 from narrowboat.events import Notice, Tell
 from narrowboat.options import yaml_files
+from narrowboat.options.judge import contradictions
 from narrowboat.options.schema import Options
 
 DIGEST = b"# digest: "
@@ -47,15 +49,37 @@ def load(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Op
             mistakes.append(unknown_key(f"--{key}", key, value))
             continue
         group, name = key.split(".")
-        values.setdefault(group, {})[name] = value
-        places[key] = f"--{key}"
+        if isinstance(content := values.setdefault(group, {}), dict):  # else the group itself is a mistake
+            content[name] = value
+            places[key] = f"--{key}"
     try:
         options = Options.model_validate(values)
     except ValidationError as error:
         mistakes += [_mistake(detail, places) for detail in error.errors() if detail["type"] != "extra_forbidden"]
+    else:
+        mistakes += _contradictions(options, places)
     if mistakes:
         raise OptionError(mistakes)
     return options
+
+
+def of(given: Options | Mapping[str, Any] | str | PathLike[str]) -> Options:
+    """Options from what a program has: ``{"lora": {"rank": 16}}``, ``{"lora.rank": 16}``, or a file's path.
+
+    Raises:
+        OptionError: with every mistake.
+    """
+    if isinstance(given, Options):
+        if mistakes := list(_contradictions(given, {})):
+            raise OptionError(mistakes)
+        return given
+    if not isinstance(given, Mapping):
+        return load(Path(given))
+    flags: dict[str, Any] = {}
+    for key, value in given.items():
+        is_group = key in Options.model_fields and isinstance(value, Mapping)
+        flags |= {f"{key}.{name}": item for name, item in value.items()} if is_group else {key: value}
+    return load(None, flags)
 
 
 def dump(options: Options, path: Path) -> None:
@@ -109,6 +133,13 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         for name in content if isinstance(content, dict) else ():
             places.setdefault(f"{group}.{name}", places[group])
     return {group: {} if content is None else content for group, content in groups.items()}, places
+
+
+def _contradictions(options: Options, places: Mapping[str, str]) -> Iterator[Mistake]:
+    for key, problem in contradictions(options):
+        group, name = key.split(".")
+        value = getattr(getattr(options, group), name)
+        yield Mistake(places.get(key) or places.get(group) or "options", key, value, problem)
 
 
 def _unknown(values: dict[str, Any], places: Mapping[str, str]) -> list[Mistake]:

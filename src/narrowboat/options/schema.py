@@ -5,6 +5,8 @@ Options are what the user decides, and may change the result. What Narrowboat de
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -22,16 +24,23 @@ from pydantic import (
 )
 
 
-def _split_commas(value: object) -> object:
-    """A flag gives ``q_proj,v_proj`` where a file gives a list."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+def _listed(value: object) -> object:
+    """A flag gives ``q_proj,v_proj`` where a file gives a list; or the list in JSON, for names with a comma."""
+    if not isinstance(value, str):
+        return value
+    if not re.match(r"\s*\[\s*[\"{]", value):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it begins like a list in JSON and is none: {type(error).__name__}: {error}") from None
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
-Variants = Annotated[tuple[Literal["rslora", "dora", "fa"], ...], BeforeValidator(_split_commas)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Variants = Annotated[tuple[Literal["rslora", "dora", "fa"], ...], BeforeValidator(_listed)]
 RankEntry = Annotated[str, StringConstraints(pattern=r"^.+=[1-9]\d*(/\d+(\.\d+)?)?$")]
-Monitors = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_split_commas)]
-RankEntries = Annotated[tuple[RankEntry, ...], BeforeValidator(_split_commas)]
+Monitors = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_listed)]
+RankEntries = Annotated[tuple[RankEntry, ...], BeforeValidator(_listed)]
 
 
 class Group(BaseModel):
@@ -121,11 +130,43 @@ class LoraOptions(Group):
     )
 
 
+class Portion(Group):
+    """A source of a mixture, and its share of the tokens of an epoch."""
+
+    path: str
+    share: float = Field(gt=0, le=1)
+
+
+SourceEntry = Annotated[
+    Annotated[str, Tag("name")] | Annotated[Portion, Tag("portion")],
+    Discriminator(lambda value: "name" if isinstance(value, str) else "portion"),
+]
+Sources = Annotated[tuple[SourceEntry, ...], BeforeValidator(_listed)]
+
+
+USUAL_FIELDS = (
+    "text", "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "system",
+    "tools", "functions", "label", "train", "id", "role", "content", "name", "tool_calls", "tool_call_id",
+    "reasoning_content",
+)  # fmt: skip
+"""Of records and of messages; ``id`` stands for all that is set aside."""
+
+
 class DataOptions(Group):
     """What the model learns from."""
 
-    train: Names = Field((), description="Files and folders to learn from.")
-    heldout: Names = Field((), description="Files and folders to measure on; never learnt.")
+    train: Sources = Field(
+        (),
+        description="What to learn from: files, folders, zip archives, patterns such as data/*.jsonl, "
+        'hub:owner/name[/config][:split]; ["a,b.jsonl"] for a name with a comma; or a mixture, '
+        "[{path: a/, share: 0.7}, {path: b/, share: 0.3}].",
+    )
+    heldout: Names = Field((), description="What to measure on, named likewise; never learnt.")
+    splits: Literal["auto", "all"] = Field(
+        "auto",
+        description="auto: where names tell train, validation and test apart, train is learnt, validation held out and "
+        "test left alone; all: every file is read.",
+    )
     heldout_share: float = Field(
         0.05, ge=0, lt=1, description="Share of the training documents held out when data.heldout is empty."
     )
@@ -136,22 +177,49 @@ class DataOptions(Group):
         "assistant",
         description="Which turns of a dialogue are learnt: every assistant turn, the last one, or all text.",
     )
-    strict: bool = Field(False, description="Stop at the first record that cannot be used instead of counting it.")
+    unlearnt: Literal["none", "empty_thoughts", "openings"] = Field(
+        "none",
+        description="What is not learnt of an answer's start: an empty thought, or all words of the chat template "
+        "before the answer's own. The words that generation is prompted with never are.",
+    )
+    special_tokens: Literal["text", "control"] = Field(
+        "text", description="What the name of a special token, such as <|im_end|>, is in somebody's text."
+    )
+    strict: bool = Field(
+        False,
+        description="Stop at the first record that cannot be used, says what is not understood, or that the chat "
+        "template does not show whole, instead of counting it.",
+    )
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
         "auto", description="What records hold; auto tells it from their fields."
     )
     columns: Names = Field(
-        (), description="Fields under other names, as usual=yours: text=body, or prompt=question,completion=answer."
+        (),
+        description="Fields under other names, as usual=yours: text=body, or prompt=question,completion=answer; "
+        "id=yours sets one aside.",
     )
     cache: str = Field("", description="Folder for prepared data; in the user's cache folder if not given.")
     workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 for one a core.")
 
+    @property
+    def train_paths(self) -> tuple[str, ...]:
+        """What ``train`` names, without shares."""
+        return tuple(part if isinstance(part, str) else part.path for part in self.train)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each of ``train``, or nothing where it is no mixture."""
+        return tuple(part.share for part in self.train if isinstance(part, Portion))
+
     @field_validator("columns")
     @classmethod
     def _columns_are_pairs(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
-        wrong = [pair for pair in columns if not all(pair.partition("="))]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} is no pair; write it like text=body")
+        for pair in columns:
+            usual, _, yours = pair.partition("=")
+            if not usual or not yours:
+                raise ValueError(f"{pair!r} is no pair; write it like text=body")
+            if usual not in USUAL_FIELDS:
+                raise ValueError(f"{usual!r} is no usual name of a field; they are {', '.join(USUAL_FIELDS)}")
         return columns
 
 
@@ -168,14 +236,6 @@ class SegmentOptions(Group):
         "otherwise tokens.",
     )
     overlap_sides: Literal["before", "both"] = Field("before", description="Which neighbours a segment shows.")
-
-    @model_validator(mode="after")
-    def _overlap_leaves_room(self) -> SegmentOptions:
-        if self.max_tokens is not None and self.overlap_of(self.max_tokens) >= self.max_tokens:
-            raise ValueError(
-                f"segments.overlap is {self.overlap:g}, which leaves no room in segments.max_tokens: {self.max_tokens}"
-            )
-        return self
 
     def overlap_of(self, max_tokens: int) -> int:
         """The overlap in tokens, for segments of ``max_tokens``."""
@@ -198,6 +258,11 @@ class DialogueOptions(Group):
         "base model's answer pays.",
     )
     note: str = Field("", description="Text put where exchanges were left out, such as [...]; {} becomes their number.")
+    oversized: Literal["drop", "cut_prompt"] = Field(
+        "drop",
+        description="What becomes of a last exchange that is too long by itself: it is dropped, or the middle of its "
+        "longest prompt is cut out and marked. Answers are never cut.",
+    )
 
     @property
     def uses_attention(self) -> bool:

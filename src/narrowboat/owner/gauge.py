@@ -79,7 +79,8 @@ class Gauge:
             self._stack.enter_context(self._meter)
         else:
             total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.budget_bytes / total), self.device)
+            share = (self.budget_bytes - self._beside_bytes) / total  # the allocator knows nothing of the rest
+            torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)), self.device)
             self._stack.callback(torch.cuda.set_per_process_memory_fraction, 1.0, self.device)
         return self
 

@@ -44,11 +44,12 @@ class Meter(Counter):
     Args:
         budget_bytes: refuse the operator that would take the device above this; None only counts.
         one_memory: the device's memory is the host's, as a CPU's is: what rests on the host counts as the device's.
+        granule_bytes: of the device's allocator: every storage takes a multiple of it.
     """
 
-    def __init__(self, budget_bytes: int | None = None, one_memory: bool = False) -> None:
+    def __init__(self, budget_bytes: int | None = None, one_memory: bool = False, granule_bytes: int = 1) -> None:
         super().__init__()
-        self.budget_bytes, self._one_memory = budget_bytes, one_memory
+        self.budget_bytes, self._one_memory, self._granule_bytes = budget_bytes, one_memory, granule_bytes
         self._live: dict[Slot, int] = defaultdict(int)
         self._live_device_bytes = 0
         self._peak_bytes = 0
@@ -69,10 +70,10 @@ class Meter(Counter):
             if key not in self._seen:
                 self._take(part, (name, where))
                 continue
-            slot, num_bytes = self._slot(name, where), part.untyped_storage().nbytes()
-            self._add(self._slots[key], -num_bytes)
+            slot, old = self._slot(name, where), self._slots[key]
+            self._add(old, -self._size(part.untyped_storage(), old))
             self._slots[key] = slot
-            self._add(slot, num_bytes)
+            self._add(slot, self._size(part.untyped_storage(), slot))
 
     def watch_model(self, model: torch.nn.Module) -> None:
         """Count a model's tensors, which were there before: as its owner says, or as lying on the device."""
@@ -95,6 +96,12 @@ class Meter(Counter):
         """The most that was alive since the last reset, with the causes of that moment."""
         return self._reading(self._at_peak, self._peak_bytes, self._peak_by_place)
 
+    def _size(self, storage: torch.UntypedStorage, slot: Slot) -> int:
+        return _rounded(storage.nbytes(), self._granule_of(slot))
+
+    def _granule_of(self, slot: Slot) -> int:
+        return self._granule_bytes if slot[1] == "device" else 1
+
     def _slot(self, name: str, where: Where) -> Slot:
         return name, "device" if self._one_memory and where in ("host", "pinned") else where
 
@@ -103,19 +110,21 @@ class Meter(Counter):
         if tensor.is_meta:
             return
         storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if key in self._seen:
             return
-        self._slots[key] = self._slot(*said)
+        self._slots[key] = slot = self._slot(*said)
+        num_bytes = storage.nbytes()
         try:
-            self._add(self._slots[key], num_bytes)
+            self._add(slot, self._size(storage, slot))
         except torch.OutOfMemoryError:  # the caller's tensor dies with it
             del self._slots[key]
             raise
 
         def freed(_: object) -> None:
             del self._seen[key]
-            self._add(self._slots.pop(key), -num_bytes)
+            last = self._slots.pop(key)
+            self._add(last, -_rounded(num_bytes, self._granule_of(last)))
 
         self._seen[key] = weakref.ref(storage, freed)
 
@@ -162,3 +171,7 @@ class Meter(Counter):
                 for part in parts_of(leaf):
                     self._take(part, current_cause())
         return out
+
+
+def _rounded(num_bytes: int, granule_bytes: int) -> int:
+    return -(-num_bytes // granule_bytes) * granule_bytes

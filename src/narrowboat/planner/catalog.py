@@ -15,7 +15,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from narrowboat.errors import OptionError, cut, did_you_mean
-from narrowboat.machine.profile import CARD_MARGIN, Rates
+from narrowboat.machine.card import Capability
+from narrowboat.machine.profile import Rates, card_margin
 from narrowboat.planner.target import Target
 from narrowboat.units import MIB
 
@@ -36,6 +37,7 @@ class Card:
     memory_bytes: int
     tflops: float
     bandwidth_gbs: float
+    capability: Capability
 
     @property
     def target(self) -> Target:
@@ -49,7 +51,7 @@ class Card:
             host_bytes=HOST_BYTES,
             disk_bytes=DISK_BYTES,
         )
-        return Target(True, CARD_MARGIN, rates)
+        return Target(True, card_margin(self.capability), rates)
 
 
 def model_names() -> list[str]:
@@ -90,7 +92,7 @@ def card(name: str) -> Card:
         known = did_you_mean(key, card_names()) or f"; known are {', '.join(card_names())}."
         raise OptionError(f"card {cut(repr(name))} is not in the catalogue{known} --budget 24GiB names any size.")
     fields = _data()["cards"][key]
-    return Card(key, fields["memory_mib"] * MIB, fields["tflops"], fields["bandwidth_gbs"])
+    return Card(key, fields["memory_mib"] * MIB, fields["tflops"], fields["bandwidth_gbs"], tuple(fields["capability"]))
 
 
 @cache

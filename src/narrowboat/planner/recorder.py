@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from narrowboat.machine.card import GRANULE_BYTES
 from narrowboat.machine.precision import parts_of
 from narrowboat.owner.causes import WORKING_SET, Where
 from narrowboat.owner.meter import Meter, Slot
@@ -83,7 +84,7 @@ class Recorder(Meter):
     """
 
     def __init__(self, on_card: bool = False) -> None:
-        super().__init__(one_memory=not on_card)
+        super().__init__(one_memory=not on_card, granule_bytes=GRANULE_BYTES if on_card else 1)
         self._on_card = on_card
         self.forget()
 
@@ -116,9 +117,9 @@ class Recorder(Meter):
         """The bytes of ``tensors``, under the causes and places that they were counted under."""
         found: Bytes = defaultdict(int)
         storages = [part.untyped_storage() for tensor in tensors for part in parts_of(tensor)]
-        for key, size in {storage._cdata: storage.nbytes() for storage in storages}.items():
+        for key, storage in {storage._cdata: storage for storage in storages}.items():
             if key in self._slots:
-                found[self._slots[key]] += size
+                found[self._slots[key]] += self._size(storage, self._slots[key])
         return dict(found)
 
     def _add(self, slot: Slot, num_bytes: int) -> None:

@@ -13,21 +13,25 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
-from narrowboat.errors import CheckpointError
+from narrowboat.errors import CheckpointError, NarrowboatError, cut
 from narrowboat.events import CheckpointSaved, Notice, Tell
 from narrowboat.machine import manifest
 from narrowboat.machine.drafts import whole
 from narrowboat.machine.hardware import free_disk_bytes
 from narrowboat.machine.json_files import read_json
+from narrowboat.machine.tensor_files import blocks_of
 from narrowboat.model.saved import Contents, contents, load_adapter_state, read_tensors
 from narrowboat.optimizers.driving import load_states
+from narrowboat.plan import MemoryPlan
 from narrowboat.training import trees
+from narrowboat.training.sameness import Identity
 from narrowboat.units import MIB, format_bytes
 
 ADAPTER, STATES, TREE, RUN = "adapter", "states.safetensors", "states.json", "run.json"
@@ -46,8 +50,8 @@ class Position:
         step: optimizer steps done.
         num_steps: steps of the whole run.
         num_tokens: tokens learnt from so far.
-        identity: of the run, as ``sameness.Identity`` has it.
-        plan: the memory plan in force.
+        identity: of the run.
+        plan: the memory plan in force; None before the first step.
         dtype: of the base weights; what ``auto`` chose once stays, for another format is another run.
         first_heldout_loss: before step 1.
         last_heldout_loss: the newest,
@@ -60,11 +64,15 @@ class Position:
         scale: of the loss, and its good steps in a row.
     """
 
-    step: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid"
+    )  # of another version, whose sense is not known
+
+    step: NonNegativeInt
     num_steps: int
-    num_tokens: int
-    identity: dict[str, Any]
-    plan: dict[str, Any]
+    num_tokens: int = 0
+    identity: Identity = field(default_factory=Identity)
+    plan: MemoryPlan | None = None
     dtype: str = "auto"
     first_heldout_loss: float | None = None
     last_heldout_loss: float | None = None
@@ -75,6 +83,9 @@ class Position:
     num_passed_over: int = 0
     num_bad_in_a_row: int = 0
     scale: dict[str, float] = field(default_factory=dict)
+
+
+_POSITION = TypeAdapter(Position)
 
 
 @dataclass(frozen=True)
@@ -137,10 +148,10 @@ def write(folder: Path, taken: Snapshot, num_kept: int) -> CheckpointSaved:
     try:
         with whole(final) as draft:
             taken.adapter.write(draft, ADAPTER)
-            draft.write_tensors(STATES, taken.tensors)
+            draft.write_blocks(STATES, blocks_of(taken.tensors))
             draft.write(TREE, json.dumps(taken.tree).encode())
             num_bytes = sum(stamp.size for stamp in draft.stamps.values())
-            draft.write(RUN, manifest.render(asdict(taken.position), draft.stamps))
+            draft.write(RUN, manifest.render(_POSITION.dump_python(taken.position, mode="json"), draft.stamps))
         for old in _by_step(folder)[num_kept:]:
             shutil.rmtree(old)
     except OSError as error:
@@ -190,14 +201,13 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[st
     try:
         states = trees.restore(read_json(path / TREE), read_tensors(path / STATES))
         load_states(optimizer, states["optimizer"])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path / STATES}: cannot be put into this optimizer: {str(error).splitlines()[0]}"
-        ) from None
-    torch.set_rng_state(states["random"]["cpu"])
-    if torch.cuda.is_available() and states["random"]["cuda"]:
-        torch.cuda.set_rng_state_all(states["random"]["cuda"])
-    carry: dict[str, Any] | None = states["carry"]
+        _set_random_state(states["random"])
+        carry: dict[str, Any] | None = states["carry"]
+    except (NarrowboatError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # a checkpoint may be anybody's, and so is what it makes of an optimizer
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path / STATES}: cannot be put into this optimizer: {cut(reason)}") from None
     return carry
 
 
@@ -210,8 +220,8 @@ def _read(path: Path) -> Position:
     if PICKLED_STATES in stamps:
         raise CheckpointError(f"its {PICKLED_STATES} is pickled; the version of Narrowboat that wrote it can read it")
     try:
-        return Position(**content)
-    except TypeError:
+        return _POSITION.validate_python(content)
+    except ValidationError:
         raise CheckpointError(f"its {RUN} is of another version of Narrowboat, which can go on with it") from None
 
 
@@ -230,3 +240,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -141,10 +141,12 @@ class _Leg:
         self.position = replace(self.position, evaluated_step=step, last_heldout_loss=loss)
         if step == 0:
             self.position = replace(self.position, first_heldout_loss=loss)
-        elif loss is not None and (best is None or loss < best):
+        elif loss is not None and (best is None or loss < best) and self._keep_best(step, loss):
             self.position = replace(self.position, best_heldout_loss=loss, best_step=step)
-            if self.options.train.keep_best:
-                self.saver.keep_best(self.recovery.engine, step, loss)
+
+    def _keep_best(self, step: int, loss: float) -> bool:
+        """Whether this is the best from here on: not if it was to be kept, and could not be."""
+        return not self.options.train.keep_best or self.saver.keep_best(self.recovery.engine, step, loss)
 
     def _save_if_due(self) -> None:
         every, step = self.options.train.save_every, self.position.step
@@ -206,7 +208,7 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
         position,
         step=step,
         num_tokens=position.num_tokens + outcome.num_tokens,
-        plan=engine.plan.model_dump(),
+        plan=engine.plan,
         num_bad_in_a_row=0,
     )
 

@@ -145,7 +145,7 @@ def failure_of(error: BaseException) -> Failure | None:
     """Which memory ran out; None if it was something else."""
     words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     words = words if words.endswith(".") else f"{words}."
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in words:  # the latter: cuBLAS, for itself
         return Failure("device", words)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in words:
         return Failure("host", words)

@@ -8,7 +8,7 @@ new is safe. A change is accepted where ``--resume-anyway`` names it, and told.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from narrowboat.errors import OptionError, did_you_mean
@@ -47,8 +47,8 @@ WHAT = {
 class Identity:
     """What a run's result follows from: digests of contents by their names in ``BY_CONTENT``, and options by key."""
 
-    contents: Mapping[str, str]
-    options: Mapping[str, Any]
+    contents: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def refuse_other_run(saved: Identity, now: Identity, accepted: Iterable[str], where: str, tell: Tell) -> None:

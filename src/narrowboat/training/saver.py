@@ -70,13 +70,15 @@ class Saver:
         if copy is None:
             self.settle()
 
-    def keep_best(self, engine: Engine, step: int, loss: float) -> None:
-        """Put the adapter of ``engine``, the best so far, in the place of the one that was."""
+    def keep_best(self, engine: Engine, step: int, loss: float) -> bool:
+        """Put the adapter of ``engine``, the best so far, in the place of the one that was; whether that went well."""
         try:
             with averaged(engine.optimizer):
                 save_adapter(engine.model, self._best, {"step": step, "heldout_loss": loss})
         except CheckpointError as error:
             self._take_note(error)
+            return False
+        return True
 
     def look(self) -> None:
         """Tell of what has been written since."""

@@ -2,8 +2,10 @@
 
 SIGINT and SIGTERM: the step in progress is finished and the run saved; after ``PATIENCE_SECONDS`` the micro-batch under
 way is given up, between two parts of a layer, and the step with it. In an evaluation that happens at once, for there is
-nothing to lose. Two signals within a second are one, as launchers forward them; a later one stops at once. The exit
-code is that of the first. SIGUSR1 saves and goes on. ``train.max_minutes`` ends a run as SIGTERM does.
+nothing to lose. Two signals within a second are one, as launchers forward them; a later one stops at once. A signal
+that came while Python was within one long call is heard when that ends, so it counts as later only if work went on a
+second after the first. The exit code is that of the first. SIGUSR1 saves and goes on. ``train.max_minutes`` ends a run
+as SIGTERM does.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class StopRequest:
         self.wants_save = False
         self._is_patient = self._loses_nothing = False
         self._max_seconds, self.patience_seconds = max_seconds, patience_seconds
-        self._received_at = 0.0
+        self._received_at = self._went_on_at = 0.0
         self._end: float | None = None
         self._before: dict[int, signal._HANDLER] = {}
         self._arrivals: tuple[socket.socket, socket.socket] | None = None
@@ -104,7 +106,8 @@ class StopRequest:
         Raises:
             GivenUp: it has.
         """
-        if self.is_asked and (self._loses_nothing or time.monotonic() > self._received_at + self.patience_seconds):
+        self._went_on_at = time.monotonic()
+        if self.is_asked and (self._loses_nothing or self._went_on_at > self._received_at + self.patience_seconds):
             raise GivenUp
 
     @contextmanager
@@ -137,9 +140,11 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
             self.received, self._received_at = self._first(number), time.monotonic()
-            if not self._is_patient:
-                raise StoppedAtOnce(self.received)
-        elif time.monotonic() > self._received_at + FORWARDED_SECONDS:
+            is_last = not self._is_patient
+        else:
+            is_last = self._went_on_at > self._received_at + FORWARDED_SECONDS
+        self._went_on_at = time.monotonic()
+        if is_last:
             raise StoppedAtOnce(self.received)
 
     def _first(self, number: int) -> int:

@@ -9,7 +9,7 @@ but such values, and tensors of the three kinds that are named here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,20 +24,17 @@ QUANTISED = {
 }
 """Kinds of tensors that hold other tensors, and the modules they are in."""
 
-Keep = Callable[[torch.Tensor], torch.Tensor]
 
-
-def flatten(tree: Any, keep: Keep = lambda tensor: tensor) -> tuple[Any, dict[str, torch.Tensor]]:
+def flatten(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """``tree`` as JSON takes it, and its plain tensors by name; one that stands in several places is there once.
 
     Args:
         tree: of dictionaries, lists, tuples, tensors, numbers, texts.
-        keep: copies a tensor that training will change.
 
     Raises:
         TypeError: something else is in it; says what and where.
     """
-    flattener = _Flattener(keep)
+    flattener = _Flattener()
     return flattener.of(tree, ""), flattener.tensors
 
 
@@ -73,9 +70,8 @@ def restore(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class _Flattener:
-    def __init__(self, keep: Keep) -> None:
+    def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._keep = keep
         self._names: dict[int, str] = {}
         self._seen: list[torch.Tensor] = []  # an id is a tensor's own only while that is alive
 
@@ -117,7 +113,7 @@ class _Flattener:
         if id(tensor) not in self._names:
             self._names[id(tensor)] = place.strip("/")
             self._seen.append(tensor)
-            self.tensors[place.strip("/")] = self._keep(tensor.detach())
+            self.tensors[place.strip("/")] = tensor.detach()
         return {"#tensor": self._names[id(tensor)]}
 
 

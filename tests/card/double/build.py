@@ -32,9 +32,9 @@ def build(folder: Path) -> dict[str, str]:
     compile_ = ["gcc", "-shared", "-fPIC", "-w", "-O1", f"-I{headers}", f"-I{HERE}"]
     card = folder / "card.so"
     subprocess.run([*compile_, HERE / "runtime.c", folder / "stubs.c", "-ldl", "-o", card], check=True)
-    driver = [HERE / "driver.c", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1"]
-    subprocess.run([*compile_, *driver], check=True)
-    return {"LD_PRELOAD": str(card), "LD_LIBRARY_PATH": str(folder)}
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        subprocess.run([*compile_, HERE / "driver.c", f"-Wl,-soname,{name}", "-o", folder / name], check=True)
+    return {"LD_PRELOAD": str(card), "LD_LIBRARY_PATH": str(folder), "CARD_DOUBLE": "1"}
 
 
 def _undefined(folder: Path) -> set[str]:

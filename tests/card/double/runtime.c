@@ -2,7 +2,8 @@
 
    torch's own allocator, streams, events and checks of devices run on top of it as on a real card; kernels do nothing,
    so there are sizes and places but no numbers, no speed and no races. The card's compute capability and bytes come from
-   the environment: CARD_MAJOR, CARD_MINOR, CARD_BYTES. What torch links to beside this is stubbed by build.py. */
+   the environment: CARD_MAJOR, CARD_MINOR, CARD_BYTES; so does what lies there beside tensors, once there is any:
+   CARD_CONTEXT, and what others hold of it: CARD_OTHERS. What torch links to beside this is stubbed by build.py. */
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -19,6 +20,7 @@ typedef struct { char *start; size_t size; int is_device; } Block;
 static Block blocks[MOST_BLOCKS];
 static int num_blocks = 0;
 static size_t held = 0;
+static int has_context = 0;
 static long tickets = 0x1000;
 static long waits = 0, copies = 0;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -30,6 +32,10 @@ static long setting(const char *name, long otherwise) {
 static size_t card_bytes(void) { return (size_t)setting("CARD_BYTES", 24L << 30); }
 static int major(void) { return (int)setting("CARD_MAJOR", 8); }
 static int minor(void) { return (int)setting("CARD_MINOR", 9); }
+
+/* What the driver says of the card's memory. */
+size_t card_total(void) { return card_bytes(); }
+size_t card_used(void) { return held + (has_context ? setting("CARD_CONTEXT", 0) : 0) + setting("CARD_OTHERS", 0); }
 
 /* How often the host waited for the card so far, and how many copies were made: read by ctypes. */
 long card_waits(void) { return waits; }
@@ -100,7 +106,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which, int de
 }
 cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; DONE; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = 13000; DONE; }
-cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *total = card_bytes(); *free = *total - held; DONE; }
+cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *total = card_bytes(); has_context = 1; *free = *total - card_used(); DONE; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int one, int other) { *can = 0; DONE; }
 cudaError_t cudaGetLastError(void) { DONE; }
 cudaError_t cudaPeekAtLastError(void) { DONE; }
@@ -109,7 +115,8 @@ const char *cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(erro
 
 /* memory */
 cudaError_t cudaMalloc(void **start, size_t size) {
-    if (held + size > card_bytes()) return cudaErrorMemoryAllocation;
+    has_context = 1;
+    if (card_used() + size > card_bytes()) return cudaErrorMemoryAllocation;
     *start = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (*start == MAP_FAILED) return cudaErrorMemoryAllocation;
     remember(*start, size, 1);
@@ -207,8 +214,34 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *count, c
     DONE;
 }
 
-/* the driver, as the runtime hands its functions out */
+/* the driver, as the runtime hands its functions out; what it maps is what blocks that grow are made of */
+#define PAGE_BYTES (2UL << 20)
 static int nothing(void) { return 0; }
+static int attribute(int *value, int which, int device) { *value = 1; return 0; }
+static int granularity(size_t *size, const void *what, int which) { *size = PAGE_BYTES; return 0; }
+static int reserve_addresses(unsigned long long *start, size_t size, size_t aligned, unsigned long long at, unsigned long long flags) {
+    void *found = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (found == MAP_FAILED) return 2;
+    remember(found, size, 1);
+    held -= size; /* addresses, not memory */
+    *start = (unsigned long long)found;
+    return 0;
+}
+static int free_addresses(unsigned long long start, size_t size) {
+    held += size;
+    forget((void *)start);
+    return munmap((void *)start, size);
+}
+static int make_pages(unsigned long long *handle, size_t size, const void *what, unsigned long long flags) {
+    has_context = 1;
+    if (card_used() + size > card_bytes()) return 2;
+    held += size;
+    *handle = size; /* all that is to be known of them */
+    return 0;
+}
+static int release_pages(unsigned long long handle) { held -= handle; return 0; }
+static int unmap(unsigned long long start, size_t size) { return madvise((void *)start, size, MADV_DONTNEED); }
+static int error_words(int error, const char **words) { *words = error == 2 ? "out of memory" : "error"; return 0; }
 static int context_state(int device, unsigned *flags, int *is_active) { *flags = 0; *is_active = 1; return 0; }
 static int driver_version(int *version) { *version = 13000; return 0; }
 static int device_count(int *count) { *count = 1; return 0; }
@@ -219,6 +252,14 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
     if (!strcmp(name, "cuDevicePrimaryCtxGetState")) *function = (void *)context_state;
     if (!strcmp(name, "cuDriverGetVersion")) *function = (void *)driver_version;
     if (!strcmp(name, "cuDeviceGetCount")) *function = (void *)device_count;
+    if (!strcmp(name, "cuDeviceGetAttribute")) *function = (void *)attribute;
+    if (!strcmp(name, "cuMemGetAllocationGranularity")) *function = (void *)granularity;
+    if (!strcmp(name, "cuMemAddressReserve")) *function = (void *)reserve_addresses;
+    if (!strcmp(name, "cuMemAddressFree")) *function = (void *)free_addresses;
+    if (!strcmp(name, "cuMemCreate")) *function = (void *)make_pages;
+    if (!strcmp(name, "cuMemRelease")) *function = (void *)release_pages;
+    if (!strcmp(name, "cuMemUnmap")) *function = (void *)unmap;
+    if (!strcmp(name, "cuGetErrorString")) *function = (void *)error_words;
     if (found) *found = cudaDriverEntryPointSuccess;
     DONE;
 }

@@ -65,6 +65,22 @@ def test_a_run_stopped_in_the_middle_of_a_document_is_the_same_run(
     assert {event["step"]: event["loss"] for event in resumed} == {step: losses[step] for step in range(3, 8)}
 
 
+@pytest.mark.parametrize("gradients", ["cut", "exact"])
+def test_an_evaluation_in_the_middle_of_a_document_changes_nothing(
+    gradients: str, carried: Callable[..., Options], tmp_path: Path
+) -> None:
+    """What was carried was lost to the held-out documents: the next step was refused."""
+    flags = {"train.steps": 7, "train.batch_tokens": 100, "carry.gradients": gradients}
+    often, never = (
+        carried(**flags, **{"train.folder": str(tmp_path / every), "train.evaluate_every": every}) for every in "10"
+    )
+    for options in (often, never):
+        api.train(options, quiet=True)
+    losses = [[e["loss"] for e in events(options) if e["event"] == "StepDone"] for options in (often, never)]
+    assert losses[0] == losses[1]
+    assert len([e for e in events(often) if e["event"] == "Evaluated"]) == 8
+
+
 def test_documents_beyond_the_models_positions_need_rebased_ones(carried: Callable[..., Options]) -> None:
     with pytest.raises(OptionError, match=r"tokens, the model 256 positions; set carry\.positions: rebased"):
         api.train(carried(**{"carry.positions": "kept"}), quiet=True)
