@@ -151,7 +151,7 @@ def _over(options: Options, wanted: Measurement) -> Options:
     """``options`` with other data and another number of answers, where they are wanted."""
     data, evaluate = options.data, options.evaluate
     if wanted.data:
-        data = data.model_copy(update={"train": tuple(wanted.data), "heldout": tuple(wanted.data)})
+        data = data.model_copy(update={"train": (), "heldout": tuple(wanted.data)})
     if wanted.num_answers is not None:
         evaluate = evaluate.model_copy(update={"answers": wanted.num_answers})
     return options.model_copy(update={"data": data, "evaluate": evaluate})
