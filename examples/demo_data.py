@@ -37,6 +37,7 @@ PLAIN_TOPICS = "compound"
 ANSWER_TOKENS = 200  # what template, question and answer take beside the source
 LONGER = 2.5  # plain documents are this many times as long
 HELDOUT_TOKENS = 640
+USUAL_TOKENS = 2048
 PIECE = re.compile(r"[A-Za-z]+|\d|[^\sA-Za-z\d]+|\n")
 
 
@@ -44,7 +45,9 @@ def main() -> None:
     """Write the data set into the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=2048, help="about how long a dialogue is (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=USUAL_TOKENS, help="about how long a dialogue is (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     if arguments.tokens < 512:
         parser.error(f"--tokens {arguments.tokens}: a module's source with question and answer needs 512 at least")
@@ -60,12 +63,18 @@ def files(num_tokens: int) -> Iterator[tuple[str, str]]:
     longer = int(LONGER * num_tokens)
     heldout_tokens = min(num_tokens, HELDOUT_TOKENS)
     yield "train/modules.jsonl", jsonl(dialogue(name, num_tokens) for name in TRAIN.split())
-    yield "heldout.jsonl", jsonl(dialogue(name, heldout_tokens) for name in HELDOUT.split())
-    yield "asked.jsonl", jsonl(dialogue(name, heldout_tokens) for name in ASKED.split())
+    yield "heldout.jsonl", jsonl(dialogue(name, heldout_tokens) for name in some_of(HELDOUT, num_tokens))
+    yield "asked.jsonl", jsonl(dialogue(name, heldout_tokens) for name in some_of(ASKED, num_tokens))
     for name in PLAIN_MODULES.split():
         yield f"train/{name}.py", shorten(source_of(name), longer)
     for topic in PLAIN_TOPICS.split():
         yield f"train/{topic}.txt", topic_text(topic, longer)
+
+
+def some_of(names: str, num_tokens: int) -> list[str]:
+    """All ``names``, or fewer for a demo that is shorter than usual."""
+    known = names.split()
+    return known[: max(2, len(known) * num_tokens // USUAL_TOKENS)]
 
 
 def dialogue(name: str, num_tokens: int) -> dict[str, object]:
