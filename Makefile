@@ -19,7 +19,7 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable '.[pdf,quant,optim,sweep,gguf]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable '.[pdf,quant,optim,sweep,gguf,eval,monitor]'
 	touch $@
 
 demo: setup
@@ -28,6 +28,8 @@ demo: setup
 	$(BIN)/narrowboat train examples/demo.yaml \
 		--data.train $(DEMO_FOLDER)/data/train --data.heldout $(DEMO_FOLDER)/data/heldout.jsonl \
 		--data.max_tokens $(DEMO_TOKENS) --train.steps $(DEMO_STEPS) --train.folder $(DEMO_FOLDER)/run
+	$(BIN)/narrowboat eval $(DEMO_FOLDER)/run --data $(DEMO_FOLDER)/data/asked.jsonl --answers 6 --show 1
+	$(BIN)/narrowboat report $(DEMO_FOLDER)/run
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -4,8 +4,9 @@
 
 Writes ``train/modules.jsonl``: dialogues, a module's source and then the question what it is for; the docstring, which
 answers it, is taken out of the source. ``train/*.txt`` and ``train/*.py`` are plain documents. ``heldout.jsonl`` holds
-dialogues over modules that are not in ``train``. Most dialogues nearly fill ``--tokens``; some documents are longer, to
-show what becomes of them. The same Python gives the same files.
+shorter dialogues over modules that are not in ``train``, with some 1,000 tokens of answers; ``asked.jsonl`` is a few of
+them, to be answered. Training dialogues nearly fill ``--tokens``; plain documents are longer and go in segments, so
+that nothing is dropped. The same Python gives the same files.
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ TRAIN = """
 argparse base64 calendar configparser contextlib difflib dis fractions ftplib functools gzip heapq ipaddress mailbox
 mimetypes optparse pickle plistlib random shutil socketserver tokenize wave weakref
 """
-HELDOUT = "tarfile textwrap uuid webbrowser"
+HELDOUT = """
+bdb bisect bz2 cmd colorsys copy csv filecmp fnmatch getpass glob hmac html linecache lzma netrc numbers pdb pprint
+py_compile pyclbr queue quopri reprlib rlcompleter sched secrets shelve smtplib stringprep symtable tabnanny
+fileinput opcode timeit traceback uuid warnings webbrowser zipfile
+"""
+ASKED = "bz2 colorsys csv getpass sched secrets"
 PLAIN_MODULES = "statistics"
 PLAIN_TOPICS = "compound"
 
 ANSWER_TOKENS = 200  # what template, question and answer take beside the source
-LONGER = 2.5  # plain documents, and every eighth dialogue, are this many times as long
+LONGER = 2.5  # plain documents are this many times as long
+HELDOUT_TOKENS = 640
+USUAL_TOKENS = 2048
 PIECE = re.compile(r"[A-Za-z]+|\d|[^\sA-Za-z\d]+|\n")
 
 
@@ -37,7 +45,9 @@ def main() -> None:
     """Write the data set into the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=2048, help="about how long a dialogue is (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=USUAL_TOKENS, help="about how long a dialogue is (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     if arguments.tokens < 512:
         parser.error(f"--tokens {arguments.tokens}: a module's source with question and answer needs 512 at least")
@@ -51,13 +61,20 @@ def main() -> None:
 def files(num_tokens: int) -> Iterator[tuple[str, str]]:
     """``(path, content)`` of every file of the data set."""
     longer = int(LONGER * num_tokens)
-    lengths = [longer if i % 8 == 5 else num_tokens for i in range(len(TRAIN.split()))]
-    yield "train/modules.jsonl", jsonl(dialogue(name, n) for name, n in zip(TRAIN.split(), lengths, strict=True))
-    yield "heldout.jsonl", jsonl(dialogue(name, num_tokens) for name in HELDOUT.split())
+    heldout_tokens = min(num_tokens, HELDOUT_TOKENS)
+    yield "train/modules.jsonl", jsonl(dialogue(name, num_tokens) for name in TRAIN.split())
+    yield "heldout.jsonl", jsonl(dialogue(name, heldout_tokens) for name in some_of(HELDOUT, num_tokens))
+    yield "asked.jsonl", jsonl(dialogue(name, heldout_tokens) for name in some_of(ASKED, num_tokens))
     for name in PLAIN_MODULES.split():
         yield f"train/{name}.py", shorten(source_of(name), longer)
     for topic in PLAIN_TOPICS.split():
         yield f"train/{topic}.txt", topic_text(topic, longer)
+
+
+def some_of(names: str, num_tokens: int) -> list[str]:
+    """All ``names``, or fewer for a demo that is shorter than usual."""
+    known = names.split()
+    return known[: max(2, len(known) * num_tokens // USUAL_TOKENS)]
 
 
 def dialogue(name: str, num_tokens: int) -> dict[str, object]:

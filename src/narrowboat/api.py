@@ -7,35 +7,28 @@ loop and recorders) is put together here, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from narrowboat import exporting, planning
-from narrowboat.assembly import Setting, Wanted, assembled
-from narrowboat.choosing import choose
-from narrowboat.errors import Interrupted, OptionError, said_in_words
-from narrowboat.evaluation.compare import Comparison, compare, refuse_nothing_held_out
+from narrowboat import exporting, measuring, planning
+from narrowboat.errors import Interrupted, said_in_words
+from narrowboat.evaluation.compare import Comparison
 from narrowboat.events import Event, Notice, RunEnded, Tell
 from narrowboat.exporting import Onto, Wish
 from narrowboat.memory.install import install
 from narrowboat.model.gguf_files import GgufType
-from narrowboat.model.saved import load_adapter_state
 from narrowboat.monitor.recorders import Record
 from narrowboat.options import load
 from narrowboat.options.schema import Options
 from narrowboat.owner.meter import Meter as meter
 from narrowboat.planner.answer import Answer
-from narrowboat.preparing import prepared_data, refuse_no_data
+from narrowboat.preparing import refuse_no_data
 from narrowboat.running import Job, refuse_many_processes
-from narrowboat.settling import with_rank
-from narrowboat.training.checkpoint import newest_checkpoint
-from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, opened
-from narrowboat.training.recovery import Recovery
+from narrowboat.training.folder import opened
 from narrowboat.training.signals import StopRequest
 
-__all__ = ["evaluate", "export", "install", "meter", "plan_for", "train"]
+__all__ = ["evaluate", "export", "generate", "install", "meter", "plan_for", "train"]
 
 
 def plan_for(options: Options, num_tokens: int | None = None, card: str = "") -> Answer:
@@ -80,7 +73,7 @@ def train(
     folder, minutes = Path(options.train.folder), options.train.max_minutes
     resume = resume or bool(resume_anyway)
     with opened(folder, resume), StopRequest(None if minutes is None else 60 * minutes) as stop:
-        record = Record(folder, quiet=quiet, callbacks=callbacks)
+        record = Record(folder, quiet=quiet, callbacks=callbacks, monitors=options.train.monitor)
         job = Job(options, folder, record, quiet, stop)
         try:
             with said_in_words():
@@ -130,24 +123,50 @@ def export(
 
 
 @said_in_words()
-def evaluate(folder: Path, tell: Tell = lambda event: None) -> Comparison:
-    """Measure the adapter of the run in ``folder`` against its base model, under the run's own options.
+def evaluate(
+    folder: Path,
+    tell: Tell = lambda event: None,
+    data: Sequence[str] = (),
+    base: str = "",
+    num_answers: int | None = None,
+) -> Comparison:
+    """Measure an adapter against its base model: loss, perplexity by place, answers and their scores.
+
+    Args:
+        folder: a run's, measured under its own options, or an adapter's.
+        tell: hears notices.
+        data: files to measure on; the run's held-out data if empty.
+        base: the model, if the adapter does not say.
+        num_answers: most that are generated; as the run's ``evaluate.answers`` if None.
 
     Raises:
-        OptionError: the folder holds no run.
+        OptionError: the folder holds neither run nor adapter, or there is nothing to measure on.
         NarrowboatError: what else was refused.
     """
-    if not (folder / OPTIONS_FILE).is_file() or not (folder / ADAPTER).is_dir():
-        raise OptionError(f"{folder} holds no finished run: {OPTIONS_FILE} and {ADAPTER}/ are looked for.")
-    options = load.load_back(folder / OPTIONS_FILE, tell)
-    found = newest_checkpoint(folder / CHECKPOINTS, tell)
-    setting = Setting.of(options, tell, found[1].dtype if found else "")
-    data = prepared_data(setting)
-    refuse_nothing_held_out(data.heldout)
-    setting = replace(setting, options=with_rank(options, data, setting.config, setting.device, tell))
-    governor = choose(setting, data, trains=False)
-    with assembled(setting, Wanted(governor.plan, governor.budget_bytes, trains=False, data=data)) as ready:
-        load_adapter_state(ready.model, folder / ADAPTER, tell)
-        ready.gauge.begin("evaluation")
-        recovery = Recovery(ready.engine, ready.gauge, governor, tell)
-        return compare(ready.engine, ready.model, data.heldout, setting.tokenizer, options.evaluate, recovery.patiently)
+    return measuring.measure(measuring.Measurement(folder, data, base, num_answers), tell)
+
+
+@said_in_words()
+def generate(
+    folder: Path,
+    messages: str | Sequence[Mapping[str, str]],
+    most_tokens: int = 256,
+    base: str = "",
+    tell: Tell = lambda event: None,
+) -> str:
+    """What the model of a run, or of an adapter, answers, under the run's budget.
+
+    Args:
+        folder: the run's or the adapter's.
+        messages: the question, or a dialogue as ``{"role": "user", "content": "..."}`` messages.
+        most_tokens: of the answer.
+        base: the model, if the adapter does not say.
+        tell: hears notices.
+
+    Raises:
+        OptionError: the folder holds neither run nor adapter.
+        NarrowboatError: what else was refused.
+    """
+    asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    with measuring.speaking(folder, tell, base) as speaker:
+        return speaker.answer(asked, most_tokens)

@@ -29,6 +29,7 @@ class _Found:
     by_cause: dict[str, int]
     phases: dict[str, int]
     longest_tokens: int
+    tokens_per_second: float | None = None
 
 
 def choose(setting: Setting, data: Prepared, trains: bool = True) -> Governor:
@@ -52,6 +53,7 @@ def choose(setting: Setting, data: Prepared, trains: bool = True) -> Governor:
             forecast_bytes=found.by_cause,
             longest_tokens=found.longest_tokens,
             phases=found.phases,
+            tokens_per_second=found.tokens_per_second,
         )
     )
     return Governor(found.rungs, limits.device_bytes, options.memory.high, sum(found.by_cause.values()))
@@ -81,7 +83,8 @@ def _for_rows(setting: Setting, rows: Sequence[Rows], trains: bool) -> _Found:
     choice = search.choose(max(lengths), limits)
     if trains:
         choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
-    return _Found(search.from_here_down(choice.plan), choice.by_cause, choice.phases, max(lengths))
+    pace = choice.num_tokens * choice.num_rows / choice.seconds if choice.seconds and trains else None
+    return _Found(search.from_here_down(choice.plan), choice.by_cause, choice.phases, max(lengths), pace)
 
 
 def _for_documents(setting: Setting, documents: Sequence[Trains], budget_bytes: int) -> _Found:

@@ -5,20 +5,20 @@ Exit codes: 0 done, 1 failed, 2 wrong options, 3 does not fit the budget, 130 an
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import logging
 import sys
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from narrowboat.errors import NarrowboatError, OptionError, said_in_words
+from narrowboat.events import Event, Notice
+from narrowboat.flags import with_options
 from narrowboat.options import load as options
-from narrowboat.options.reference import default_text, type_name
 from narrowboat.units import format_bytes
 
 app = typer.Typer(
@@ -51,76 +51,6 @@ def main() -> None:
         sys.exit(getattr(stopped, "exit_code", 130))
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give ``command(config, *, flags, ...)`` one flag for each option of the schema, and collect them as ``flags``."""
-    keys = {key.replace(".", "_"): key for key, _ in options.fields()}
-    own = [
-        p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("flags", "context")
-    ]
-    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    flags = [_flag(name, key) for name, key in keys.items()]
-
-    def run(context: typer.Context, **given: Any) -> None:
-        values = {keys[name]: given.pop(name) for name in list(given) if name in keys}
-        words = list(context.args)
-        if "over" in given:  # --over takes all the words that follow it
-            given["over"] += [word for word in words if "=" in word and not word.startswith("--")]
-            words = [word for word in words if word not in given["over"]]
-        if str(given["config"]).startswith("--"):  # a flag that typer does not know, where the file may stand
-            words, given["config"] = [str(given["config"]), *words], None
-        unknown, strays = _unknown(words)
-        if strays and given["config"] is None:
-            given["config"] = Path(strays.pop(0))
-        if strays:
-            raise OptionError(f"{strays[0]}: expected one configuration file and flags such as --lora.rank 16")
-        command(flags={key: value for key, value in values.items() if value is not None} | unknown, **given)
-
-    signature = inspect.Signature([context, *own, *flags])
-    run.__signature__ = signature  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    run.__doc__, run.__name__ = command.__doc__, command.__name__
-    return run
-
-
-def _flag(name: str, key: str) -> inspect.Parameter:
-    field = dict(options.fields())[key]
-    group, short = key.split(".")
-    default = default_text(field.default).strip("`")
-    kind: Any = str | None
-    names = [f"--{key}"]
-    if field.annotation is bool:
-        kind, names = bool | None, [f"--{key}/--{group}.no_{short}"]
-    meaning = f"{field.description} (default {default})" if default else str(field.description)
-    declared = typer.Option(
-        *names,
-        help=meaning.replace("[", "\\["),  # which rich would take for markup
-        metavar=None if field.annotation is bool else type_name(field.annotation),
-        rich_help_panel=group,
-        show_default=False,
-    )
-    keyword_only = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, keyword_only, default=None, annotation=Annotated[kind, declared])
-
-
-def _unknown(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Flags that typer does not know, so that they are reported together with all other mistakes; and words that are
-    no flags.
-    """
-    found: dict[str, str] = {}
-    strays: list[str] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            strays.append(word)
-            continue
-        key, has_value, value = word[2:].partition("=")
-        if not has_value:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        found[key] = value
-    return found, strays
-
-
 Config = Annotated[Path | None, typer.Argument(help="A YAML file of options; flags win over it.", show_default=False)]
 
 
@@ -143,6 +73,8 @@ def train(
 ) -> None:
     """Train an adapter."""
     chosen = options.load(config, flags)
+    if not quiet:
+        print(f"{'run':<10}  {chosen.train.folder}; PyTorch and transformers are being loaded", flush=True)
     from narrowboat import api  # torch and transformers take seconds to import
 
     accepted = [name.strip() for name in resume_anyway.split(",") if name.strip()]
@@ -284,33 +216,102 @@ def prepare(
 
 @app.command()
 def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(help="A run folder, or a log of transformers or TRL.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found for machines.")] = False,
 ) -> None:
-    """Measure this machine: memory, rates and margins; plans made here use them."""
-    from narrowboat import doctor as examining
+    """Say what is wrong with a run, with evidence, cause and option; without one, measure this machine for plans."""
+    if run is None:
+        from narrowboat import doctor as examining
 
-    found = examining.examine()
-    print(json.dumps(found) if as_json else "\n".join(examining.lines(found)))
+        found = examining.examine()
+        print(json.dumps(found) if as_json else "\n".join(examining.lines(found)))
+        return
+    from narrowboat.monitor.diagnosis import diagnose
+    from narrowboat.monitor.other_logs import read_any
+
+    findings = diagnose(*read_any(run))
+    if as_json:
+        print(json.dumps([finding.as_dict() for finding in findings]))
+    else:
+        told = ["\n".join(finding.lines()) for finding in findings]
+        print("\n\n".join(told) or f"{run}: nothing is wrong that its record would show.")
 
 
 @app.command("eval")
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="A run folder.")],
+    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
+    data: Annotated[
+        list[str], typer.Option("--data", help="Measure on this file or folder instead; may be given several times.")
+    ] = [],  # noqa: B006
+    answers: Annotated[
+        int | None, typer.Option("--answers", min=0, help="Most answers that are generated.", show_default=False)
+    ] = None,
+    base: Annotated[
+        str, typer.Option("--base", help="The model, if the adapter does not say.", show_default=False)
+    ] = "",
+    show: Annotated[int, typer.Option("--show", min=0, help="Show so many answers side by side.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result for machines.")] = False,
 ) -> None:
-    """Measure a run's adapter against its base model on held-out data."""
+    """Measure an adapter against its base model: loss, perplexity by place, and answers with their scores."""
     from narrowboat import api
 
-    found = api.evaluate(folder)
-    print(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(found.lines()))
+    found = api.evaluate(folder, _say_notice, data, base, answers)
+    print(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(found.lines(show)))
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Write report.html from a run's events."""
-    from narrowboat.monitor.report import write_report
+def chat(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer.")] = 256,
+    base: Annotated[
+        str, typer.Option("--base", help="The model, if the adapter does not say.", show_default=False)
+    ] = "",
+) -> None:
+    """Talk with what a run has made: a question a line; an empty one begins anew, the end of the input ends it."""
+    from narrowboat.measuring import speaking
 
-    print(write_report(folder))
+    with speaking(folder, _say_notice, base) as speaker:
+        messages: list[dict[str, str]] = []
+        print("A question a line; an empty line begins anew, Ctrl-D ends.", file=sys.stderr)
+        for line in sys.stdin:
+            if not line.strip():
+                messages = []
+                continue
+            messages.append({"role": "user", "content": line.strip()})
+            messages.append({"role": "assistant", "content": speaker.answer(messages, tokens)})
+            print(messages[-1]["content"], flush=True)
+
+
+def _say_notice(event: Event) -> None:
+    if isinstance(event, Notice):
+        print(event.text, file=sys.stderr)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="A run folder; several are compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where a comparison goes (default comparison.html).", show_default=False),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve the page on this machine, and follow the run.")] = False,
+    port: Annotated[int, typer.Option("--port", help="For --watch; 0 takes a free one.")] = 0,
+) -> None:
+    """Write report.html from a run's events, or a page that compares several runs."""
+    from narrowboat.monitor import comparing, report, watching
+
+    if len(folders) > 1:
+        print(comparing.write_comparison(folders, out or Path(comparing.COMPARISON_FILE)))
+        return
+    if not watch:
+        print(report.write_report(folders[0]))
+        return
+    with watching.Watched(lambda: report.page_of(folders[0]), port) as server:
+        print(f"{server.address}  (Ctrl-C ends)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What this machine has and how fast it is: measured in seconds, kept, and used by every plan made here."""
+"""What this machine has, how fast it is, and whether each technique is exact here: measured in seconds.
+
+Rates and margins are kept and used by every plan made here. Memory that other processes hold is told apart from ours.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,21 @@ from typing import Any
 import torch
 
 from narrowboat.machine.hardware import describe_device, device_memory, free_disk_bytes, host_memory, pick_device
+from narrowboat.machine.limits import attention_kernel, driver_version, ours, pinned_limit
 from narrowboat.machine.precision import choose_precision
 from narrowboat.machine.profile import Profile, measure, profile_path
+from narrowboat.proving import prove
 from narrowboat.units import format_bytes
 
 
 def examine() -> dict[str, Any]:
-    """Measure anew what plans need to know of this machine: memory, rates, margins."""
+    """Measure anew what plans need to know of this machine: memory, limits, formats, rates, margins; and prove."""
     device = pick_device()
     precision = choose_precision("auto", device)
     profile = measure(device, precision.base.dtype)
     device_has, host_has = device_memory(device), host_memory()
     scratch = Path(tempfile.gettempdir())
+    proofs = prove(device)
     return {
         "device": describe_device(device),
         "torch": torch.__version__,
@@ -35,7 +41,13 @@ def examine() -> dict[str, Any]:
         "rates": asdict(profile.rates),
         "margin": asdict(profile.margin),
         "kept_in": str(profile_path(device, precision.base.dtype)),
-        "words": _words(profile),
+        "driver": driver_version(device),
+        "others_bytes": max(0, device_has.total_bytes - device_has.free_bytes - ours(device)),
+        "pinned_limit_bytes": pinned_limit(),
+        "formats": precision.lines(),
+        "attention": attention_kernel(device),
+        "proofs": [asdict(proof) | {"is_exact": proof.is_exact} for proof in proofs],
+        "words": _words(profile) + [f"{'proof' if not i else '':<9}{p.line()}" for i, p in enumerate(proofs)],
     }
 
 
@@ -43,8 +55,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     """``examine``'s findings for people."""
     return [
         f"device   {found['device']}, {format_bytes(found['device_total_bytes'])}, "
-        f"{format_bytes(found['device_free_bytes'])} free; torch {found['torch']}",
-        f"host     {format_bytes(found['host_total_bytes'])}, {format_bytes(found['host_free_bytes'])} free",
+        f"{format_bytes(found['device_free_bytes'])} free, {format_bytes(found['others_bytes'])} held by others; "
+        f"torch {found['torch']}{found['driver'] and ', driver ' + found['driver']}",
+        f"host     {format_bytes(found['host_total_bytes'])}, {format_bytes(found['host_free_bytes'])} free; "
+        f"page-locked memory up to {format_bytes(limit) if (limit := found['pinned_limit_bytes']) else 'all of it'}",
+        *(f"{'formats' if not i else '':<9}{line}" for i, line in enumerate(found["formats"])),
+        f"attention {found['attention']}",
         f"scratch  {found['scratch_folder']}, {format_bytes(found['scratch_free_bytes'])} free",
         *found["words"],
         f"kept in  {found['kept_in']}",

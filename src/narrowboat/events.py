@@ -6,7 +6,7 @@ its class's name as ``event`` and the wall-clock ``time`` at which it was writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -39,9 +39,13 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class DataReady(Event):
-    """The account of the data: every token of the input is in exactly one of the counts."""
+    """The account of the data: every token of the input is in exactly one of the counts; and some examples.
+
+    A sample has a ``source`` and ``parts``, each with a ``text`` and its ``kind``: learnt, context or masked.
+    """
 
     account: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class ModelReady(Event):
 
 @dataclass(frozen=True)
 class PlanChosen(Event):
-    """The plan that the run starts with, and why it fits."""
+    """The plan that the run starts with, why it fits, and the pace that is forecast."""
 
     plan: Mapping[str, Any]
     description: str
@@ -66,6 +70,7 @@ class PlanChosen(Event):
     forecast_bytes: Mapping[str, int]
     longest_tokens: int
     phases: Mapping[str, int] = field(default_factory=dict)
+    tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,10 @@ class PlanChanged(Event):
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """One optimizer step; ``num_skipped`` is how many had no finite gradient in the run so far."""
+    """One optimizer step.
+
+    ``num_skipped`` steps of the run so far had no finite gradient; ``by_cause`` is what the peak was made of.
+    """
 
     step: int
     num_steps: int
@@ -95,6 +103,22 @@ class StepDone(Event):
     peak_bytes: int
     budget_bytes: int
     num_skipped: int = 0
+    by_cause: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryMark(Event):
+    """The device's memory at a stage of the run: after loading, around the first step, in an evaluation.
+
+    ``peak_bytes`` is the most since the stage before; holes are reserved and in no tensor.
+    """
+
+    stage: str
+    step: int
+    allocated_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    hole_bytes: int
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def export(folder: Path, out: Path, wish: Wish, tell: Tell) -> dict[str, Any]:
 
 
 def _source(folder: Path, base: str, tell: Tell) -> _Source:
-    run, adapter = _run_of(folder), folder
+    run, adapter = run_of(folder), folder
     if run == folder:
         adapter = folder / ADAPTER
     check_adapter(adapter, tell)
@@ -102,11 +102,11 @@ def _source(folder: Path, base: str, tell: Tell) -> _Source:
             history = read_history(run / EVENTS_FILE)
         except DataError as error:
             tell(Notice(f"The card says nothing of how the run went: {error}"))
-    model = options.model if options else ModelOptions(name=base or _base_of(adapter))
+    model = options.model if options else ModelOptions(name=base or base_of(adapter))
     return _Source(adapter, options, history, model.model_copy(update={"name": base or model.name}))
 
 
-def _run_of(folder: Path) -> Path | None:
+def run_of(folder: Path) -> Path | None:
     """The run that ``folder`` is, or that it is an adapter of."""
     place = folder.absolute()
     for run in (place, *place.parents[:3]):
@@ -116,7 +116,12 @@ def _run_of(folder: Path) -> Path | None:
     return None
 
 
-def _base_of(adapter: Path) -> str:
+def base_of(adapter: Path) -> str:
+    """The model that an adapter's configuration names.
+
+    Raises:
+        CheckpointError: it names none.
+    """
     name = read_config(adapter).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
         raise CheckpointError(f"{adapter / CONFIG_FILE} does not say which model it is for; name it with --base.")

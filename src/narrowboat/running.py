@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from narrowboat.assembly import Assembled, Setting, Wanted, assembled, new_gauge
 from narrowboat.choosing import choose
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared
+from narrowboat.data.show import chosen, parts
 from narrowboat.data.trains import Trains, TrainSchedule
 from narrowboat.errors import OptionError
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
 from narrowboat.machine.drafts import write_whole
 from narrowboat.machine.hardware import describe_device
 from narrowboat.machine.precision import name_of
+from narrowboat.machine.vitals import Pulse
 from narrowboat.model.base import check_weights, model_folder
 from narrowboat.model.fingerprints import tokenizer_digest, weights_digest
 from narrowboat.model.saved import save_adapter
 from narrowboat.model.serving import advice, config_of, refusals
 from narrowboat.monitor.recorders import Record
+from narrowboat.monitor.view import View
 from narrowboat.optimizers.build import settle_states
 from narrowboat.optimizers.driving import averaged
 from narrowboat.options.load import text_of
@@ -41,6 +45,9 @@ from narrowboat.training.recovery import Recovery
 from narrowboat.training.sameness import Identity, refuse_other_run
 from narrowboat.training.saver import Saver
 from narrowboat.training.signals import StopRequest
+
+NUM_SAMPLES, MOST_PARTS, MOST_CHARS = 2, 40, 800
+"""Of the examples that a report shows."""
 
 
 @dataclass
@@ -74,10 +81,10 @@ class Job:
         self._tell_start(resume, found[1] if found else None)
         dtype = found[1].dtype if found and self.options.model.dtype == "auto" else ""
         setting = Setting.of(self.options, self.tell, dtype)
-        self.tell(Notice(f"{describe_device(setting.device)}; " + "; ".join(setting.precision.lines())))
+        self.tell(Notice(f"{describe_device(setting.device)}; {setting.precision.words()}"))
         check_weights(self.options.model.name, self.tell)
         data = prepared_data(setting, self.quiet)
-        self.tell(DataReady(data.account.as_dict()))
+        self.tell(DataReady(data.account.as_dict(), list(_samples(data, setting))))
         setting = self._settled(setting, data)
         course = self._course(data)
         governor = choose(setting, data)
@@ -89,10 +96,13 @@ class Job:
             if found:
                 _go_on(ready, found[0])
             self._begin(governor.plan)
+            self._let_watch(ready)
+            self.tell(ready.gauge.mark("after loading", position.step))
             train_options, memory = self.options.train, self.options.memory
             saver = Saver(self.folder, train_options.keep_checkpoints, self._gauge, memory.high, self.tell)
             recovery = Recovery(ready.engine, ready.gauge, governor, self.tell)
-            self._position = train(recovery, course, self.options, position, saver, self.stop, self.tell)
+            self._position = position
+            train(recovery, course, self.options, position, saver, self.stop, self.tell, self._reached)
             ready.gauge.begin("saving")
             with averaged(ready.optimizer):
                 save_adapter(ready.model, self.folder / ADAPTER, {"step": self._position.step})
@@ -127,6 +137,14 @@ class Job:
         if plan is not None:
             write_whole(self.folder / PLAN_FILE, plan.model_dump_json(indent=1).encode())
         self.record.begin()
+
+    def _let_watch(self, ready: Assembled) -> None:
+        engine, stop = ready.engine, self.stop
+        pulse = Pulse(engine.device)
+        self.record.watch(View(engine.underway, ready.gauge.now, pulse, lambda: stop.heard, stop.patience_seconds))
+
+    def _reached(self, position: Position) -> None:
+        self._position = position
 
     def _begin_at(
         self,
@@ -212,6 +230,22 @@ def _go_on(ready: Assembled, checkpoint: Path) -> None:
     ready.gauge.watch_model(ready.model)
     if ready.engine.carrying is not None and carry:
         ready.engine.carrying.load_state_dict(carry)
+
+
+def _samples(data: Prepared, setting: Setting) -> Iterator[dict[str, Any]]:
+    """A few examples with what is learnt in them, for the report; the middle of long parts is left out."""
+    for example in chosen(data, NUM_SAMPLES):
+        shown = [{"text": _shortened(text), "kind": kind} for text, kind in parts(example, setting.tokenizer)]
+        yield {"source": Path(example.source).name, "parts": shown[:MOST_PARTS]}
+
+
+def _shortened(text: str) -> str:
+    half = MOST_CHARS // 2
+    return (
+        text
+        if len(text) <= MOST_CHARS
+        else f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -41,8 +41,11 @@ def test_base_and_adapter_are_measured_on_the_same_rows(
     assert found.adapter.perplexity.loss == pytest.approx(ended.last_heldout_loss, rel=1e-4)
     assert len(found.base.answers) == len(found.adapter.answers) == 2
     assert found.base.answers[0].expected.startswith("It is")
-    assert json.loads(json.dumps(found.as_dict()))["adapter"]["exact_match"] == 0
-    assert "held-out loss over" in found.lines()[0]
+    kept = json.loads((Path(options.train.folder) / "evaluation.json").read_text())
+    assert kept == json.loads(json.dumps(found.as_dict()))
+    assert {"loss, nats a token", "exact answers", "ROUGE-L", "BLEU"} <= kept["scores"].keys()
+    assert kept["answers"][0]["expected"].startswith("It is")
+    assert found.lines()[0].endswith("2 answers; differences with their 95 % interval")
     config = json.loads((Path(options.train.folder) / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (8, 16)
 

@@ -62,10 +62,12 @@ def whole_run(
     forecast = {"base_weights": 3 * GIB, "layer_inputs": 2 * GIB, "tile": 512 * 2**20}
     account = {
         "num_documents": 48,
-        "num_tokens": 1_234_567,
-        "supervised_share": 0.25,
-        "dropped": {"broken JSON": 2},
-        "histogram": {2048: 7},
+        "tokens_in": 1_234_567,
+        "learnt_tokens": 308_641,
+        "masked_tokens": 925_926,
+        "broken": [["train.jsonl, line 17", "not JSON"], ["train.jsonl, line 40", "empty"]],
+        "num_broken": 2,
+        "lengths": {2048: 7},
     }
     return [
         started(folder),

@@ -29,8 +29,9 @@ def test_time_left_comes_from_the_last_steps() -> None:
     pace = Pace()
     for step in range(1, 41):
         pace.take(step_done(step, num_steps=100, seconds=100.0 if step <= 20 else 10.0))
-    assert pace.seconds_left == pytest.approx(600.0, abs=1.0)
+    assert pace.seconds_left() == pytest.approx(600.0, abs=1.0)
+    assert pace.seconds_left(of_this_step=3.0) == pytest.approx(593.0)
     assert pace.tokens_per_second == pytest.approx(204.8)
     assert pace.overall_tokens_per_second == pytest.approx(2048 * 40 / 2200)
     pace.take(step_done(100, num_steps=100))
-    assert pace.seconds_left == 0.0
+    assert pace.seconds_left() == 0.0

@@ -36,12 +36,18 @@ def test_a_log_file_gets_plain_lines(tmp_path: Path) -> None:
     text = shown(whole_run(tmp_path), Console(file=io.StringIO(), width=60))
     lines = text.splitlines()
     assert all(line.isprintable() for line in lines)
-    assert [line for line in lines if line.startswith("step ")][1] == (
-        "step 2/6, loss 2.8000, 64.0 tokens/s, memory 5.00 GiB of 8.00 GiB, 2 min 8 s left"
-    )
-    assert sum(line.startswith("step ") for line in lines) == 6
-    assert lines[1:6] == [
-        "data        documents 48, tokens 1,234,567, supervised share 25 %, dropped (broken JSON 2)",
+    assert [line for line in lines if line.startswith("step ")] == [
+        "step 1/6, loss 2.9000, 64.0 tokens/s, memory 5.00 GiB of 8.00 GiB, 2 min 40 s left",
+        "step 6/6, loss 2.4000, 64.0 tokens/s, memory 5.00 GiB of 8.00 GiB",
+    ]
+    assert lines[1:12] == [
+        "data        documents                         48",
+        "            tokens in                  1,234,567",
+        "              learnt                     308,641    25 %",
+        "              questions, seen only       925,926    75 %",
+        "            records skipped as broken          2",
+        "              train.jsonl, line 17: not JSON",
+        "              train.jsonl, line 40: empty",
         "model       smollm2-135m, 139,400,064 parameters in bfloat16 on cpu; 4,884,480 trainable (3.5 %): "
         "q_proj x 30, v_proj x 30",
         "plan        stream layers in tiles of 512; forecast 5.50 GiB of 8.00 GiB for 4,096 tokens",
@@ -70,8 +76,8 @@ def test_a_failure_is_told_with_its_error() -> None:
 
 def test_a_terminal_shows_a_bar_with_lines_above_it_and_is_left_as_it_was(tmp_path: Path) -> None:
     text = shown(whole_run(tmp_path), terminal())
-    assert "step 2/6   2 min 8 s left" in text
-    assert "64 tokens/s   memory 5.00 GiB of 8.00 GiB" in text
+    assert "step 2/6 done   2 min 8 s left" in text
+    assert "64 tokens/s   peak 5.00 GiB of 8.00 GiB" in text
     assert "2 records were dropped" in text
     assert "20.0 % lower" in text
     hidden, shown_again = text.rfind("\x1b[?25l"), text.rfind("\x1b[?25h")

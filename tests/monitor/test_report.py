@@ -5,15 +5,19 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.monitor.runs import GIB, Write, started, step_done, strange_run, whole_run
+from tests.monitor.runs import GIB, Write, ended, started, step_done, strange_run, whole_run
 
 from narrowboat.errors import DataError
-from narrowboat.events import PlanChanged
+from narrowboat.events import DataReady, Evaluated, PlanChanged, PlanChosen
+from narrowboat.monitor.foreseen import beside
+from narrowboat.monitor.history import History
 from narrowboat.monitor.report import write_report
+from narrowboat.plan import MemoryPlan
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 DRIVER = """<script>
@@ -91,8 +95,8 @@ def test_the_page_tells_the_run_in_exact_numbers(write: Write, tmp_path: Path) -
         "stream layers in tiles of 512",
         f"{3 * GIB:,}",
         "1,234,567",
-        "dropped: broken JSON",
-        "histogram: up to 2,048",
+        "learnt tokens",
+        "lengths: up to 2,048",
         "2 records were dropped",
         "q_proj × 30, v_proj × 30",
         "lora.rank",
@@ -187,3 +191,49 @@ def test_in_a_browser_the_arrow_keys_read_every_chart_and_a_phone_needs_no_sidew
     assert lines[6].startswith("2 2.8 2.847368421052631")
     assert lines[6].endswith(f" 64 {5 * GIB + 2} {8 * GIB} 0.00006666666666666667 0.5 64")
     assert lines[7] == "360 wide, 0 too wide"
+
+
+def test_the_page_shows_what_is_learnt_what_was_found_and_answers_before_and_after(
+    write: Write, tmp_path: Path
+) -> None:
+    run = whole_run(tmp_path, 20, losses=dict.fromkeys(range(1, 21), 2.0))
+    data = next(event for event in run if isinstance(event, DataReady))
+    texts = {"masked": "What is <b>it</b>?", "learnt": "It is a barge.", "context": "Before."}
+    sample = {"source": "train.jsonl, line 3", "parts": [{"text": t, "kind": k} for k, t in texts.items()]}
+    run[run.index(data)] = DataReady(data.account, [sample])
+    run[run.index(run[-1])] = ended(
+        tmp_path, 20, last_heldout_loss=2.5, peak_by_phase={"loading": GIB, "step": 2 * GIB}
+    )
+    run = [event for event in run if not isinstance(event, Evaluated)]
+    path = write(run)
+    score = {"base": 0.1, "adapter": 0.4, "difference": 0.3, "interval": [0.1, 0.5], "num": 9}
+    answers = [{"expected": "a barge", "base": "a <i>car</i>", "adapter": "a barge"}]
+    (tmp_path / "evaluation.json").write_text(json.dumps({"scores": {"ROUGE-L": score}, "answers": answers}))
+    report = page(path)
+    assert {"It is a barge."} <= set(report.texts["mark"])
+    assert "&lt;b&gt;it&lt;/b&gt;" in report.source and "a &lt;i&gt;car&lt;/i&gt;" in report.source
+    assert "+0.3000" in report.source and "+0.1000 to +0.5000" in report.source
+    assert "The loss does not fall" in report.source and "training loss 2.0000 at first" in report.source
+    assert [text for text in report.texts["th"] if text in ("loading", "step")][:2] == ["loading", "step"]
+    assert "narrowboat train options.yaml" in report.source
+
+
+def test_forecast_and_reading_stand_beside_each_other_with_a_reason(tmp_path: Path) -> None:
+    plan = PlanChosen(
+        MemoryPlan(layers="keep", micro_batch_tokens=4096).model_dump(), "keep", 8 * GIB,
+        {"base weights": 3 * GIB, "working set": 3 * GIB}, 2048,
+    )  # fmt: skip
+    causes = {"base weights": 3 * GIB, "working set": GIB}
+    step = step_done(1, num_tokens=2048, peak_bytes=4 * GIB)
+    history = History(plan=plan, steps={1: replace(step, by_cause=causes)})
+    found = beside(history)
+    assert found.rows == [
+        ("of the step: base weights", 3 * GIB, 3 * GIB),
+        ("of the step: working set", 3 * GIB, GIB),
+    ]
+    assert found.reason == (
+        "The highest step read 33% less than the forecast, most of it as working set (-2.00 GiB): it was made for "
+        "4,096 tokens together, and the step had 2,048 in 2 micro-batches."
+    )
+    alike = replace(step, by_cause={"base weights": 3 * GIB, "working set": 3 * GIB}, peak_bytes=6 * GIB)
+    assert beside(History(plan=plan, steps={1: alike})).reason == ""

@@ -44,3 +44,12 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_stays_one(tmp_path: Path) -> None:
     write(tmp_path, [step_done(1, loss=math.nan, seconds=0.0)])
     assert math.isnan(read(tmp_path, "loss/train")[1])
+
+
+def test_plans_and_notices_are_text(tmp_path: Path) -> None:
+    write(tmp_path, whole_run(tmp_path))
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    texts = {tag: accumulator.Tensors(tag)[0].tensor_proto.string_val for tag in accumulator.Tags()["tensors"]}
+    assert texts["notice"] == [b"2 records were dropped: lines 17 and 40 of train.jsonl."]
+    assert texts["plan"] == [b"stream layers in tiles of 512"]

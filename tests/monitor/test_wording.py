@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from narrowboat.monitor.wording import account_line, change_in_loss, quantity, spell
+from narrowboat.monitor.wording import change_in_loss, quantity, spell
 
 
 @pytest.mark.parametrize(
@@ -25,26 +25,6 @@ from narrowboat.monitor.wording import account_line, change_in_loss, quantity, s
 )
 def test_a_key_s_ending_gives_its_value_a_unit(key: str, value: object, told: str) -> None:
     assert f"{spell(key)} {quantity(key, value)}" == told
-
-
-def test_the_account_of_the_data_in_one_line() -> None:
-    account = {
-        "num_examples": 12,
-        "num_cut": 0,
-        "learnt_tokens": 1250,
-        "dropped_documents": {"no messages": 2, "too short": 1},
-        "broken": [["a.jsonl, line 3", "not JSON"]],
-        "kept_share": [0.5, 0.25],
-        "notes": [],
-        "histogram": {"2048": 7, "4096": 5},
-        "tokens_in": 5000,
-        "num_broken": 1,
-    }
-    assert account_line(account) == (
-        "examples 12, learnt tokens 1,250 (25 %), dropped documents (no messages 2, too short 1), "
-        "kept share 37.5 % on average of 2, tokens in 5,000, broken 1"
-    )
-    assert account_line({}) == "nothing was read"
 
 
 def test_change_in_loss() -> None:

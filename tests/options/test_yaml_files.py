@@ -110,7 +110,8 @@ def test_a_run_s_options_are_as_the_run_wrote_them_or_refused(tmp_path: Path) ->
             options = load_back(path, told.append)
         except OptionError:
             options = None
-        assert options is None or "cannot be checked" in told.pop().text  # type: ignore[attr-defined]
+        assert options is None or "cannot be checked" in told[-1].text  # type: ignore[attr-defined]
+        told.clear()
     path.write_bytes(good.rpartition(b"# digest")[0])
     assert load_back(path, told.append) == Options()
     assert [type(event) for event in told] == [Notice]

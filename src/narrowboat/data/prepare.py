@@ -64,6 +64,8 @@ def prepare(
         on_progress: called after every batch.
         attention: the base model's attention, for ``dialogues.scorer: attention``; what it scored is not kept.
 
+    Without ``data.train`` there is only something to measure on: ``train`` is then the same examples.
+
     Raises:
         DataError: for a missing path, no usable record, or nothing to learn in any of them.
     """
@@ -72,6 +74,8 @@ def prepare(
     folder = None if attention else cache_folder
     preparation = _Preparation(options, Gathering(options, tokenizer, maker, tell, folder, on_progress), limit, tell)
     heldout = find(options.data.heldout, splits=options.data.splits == "auto", heldout=True)
+    if options.data.heldout and not options.data.train:
+        return preparation.to_measure(heldout)
     mixture, account, held = preparation.to_learn(heldout.sources)
     store = mixture.store() if len(mixture.stores) > 1 else mixture.stores[0]
     if options.data.heldout or held:
@@ -123,6 +127,12 @@ class _Preparation:
     gathering: Gathering
     limit: Limit
     tell: Tell
+
+    def to_measure(self, heldout: Found) -> Prepared:
+        """Examples to measure on alone."""
+        store, account = self.examples(heldout, "data.heldout", ", ".join(self.options.data.heldout))
+        numbers = np.arange(len(store))
+        return _packed(self.options, account, (store, numbers), (store, numbers))
 
     def to_learn(self, heldout: Sequence[Source]) -> tuple[Mixture, Account, list[Source]]:
         """Examples to learn from, each source of a mixture by itself; and the files that their names hold out.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from narrowboat.data.batches import MicroBatch, collate, group_rows
 from narrowboat.data.examples import IGNORED, Row
 from narrowboat.data.trains import Train
-from narrowboat.engine.carrying import Carrying, Stretch
+from narrowboat.engine.carrying import Carrying, LossOf, Stretch
 from narrowboat.engine.gradients import gradients_of
 from narrowboat.engine.scaling import LossScale
 from narrowboat.engine.undo import Undo
@@ -100,7 +100,7 @@ class Engine:
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._installed: Installed = install(model, plan, tell, contract)
         self.owner = self._installed.owner
-        self.device = self.owner.device
+        self.device, self.underway = self.owner.device, self._installed.underway
         self._installed.scheme = scheme
         self.carrying = None if carrier is None else Carrying(carrier, self.device)
         self._states_are_told = False
@@ -187,14 +187,24 @@ class Engine:
         with self._unchanged_if_it_fails(), driving.averaged(self.optimizer):
             if self.carrying is not None:
                 loss_of = partial(self._segment_loss, num_items=1, seed=0)
-                losses = [loss for row in rows for loss in self.carrying.evaluate(_as_train(row), loss_of)]
+                self.underway.begin("evaluation", len(rows))
+                losses = [loss for row in rows for loss in self._evaluated(_as_train(row), loss_of)]
                 return number(torch.stack(losses).sum()), sum(row.num_supervised for row in rows)
-            for group in group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens):
+            groups = group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens)
+            self.underway.begin("evaluation", len(groups))
+            for group in groups:
                 batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
                 if batch.num_supervised:
                     total += number(self._loss(batch, 1, [0] * len(group)))
                     num_supervised += batch.num_supervised
+                self.underway.next()
         return total, num_supervised
+
+    def _evaluated(self, train: Train, loss_of: LossOf) -> list[torch.Tensor]:
+        assert self.carrying is not None
+        losses = self.carrying.evaluate(train, loss_of)
+        self.underway.next()
+        return losses
 
     @torch.no_grad()
     def token_losses(self, row: Row) -> TokenLosses:
@@ -275,6 +285,7 @@ class Engine:
             raise
         finally:
             self.undo.forget()
+            self.underway.end()
 
     def forget(self) -> None:
         """Drop the gradients of a step that failed."""
@@ -289,11 +300,14 @@ class Engine:
         num_supervised = max(1, sum(row.num_supervised for row in rows))
         num_parts = self._num_parts(rows)
         self._gradients.begin(num_parts)
+        self.underway.begin("step", num_parts)
         with cause(GRADIENTS):
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for i, part in enumerate(self._parts(rows, num_supervised, seed), 1):
             loss += part.detach()
+            self.underway.turn()
             self._gradients.add(part, loss, self._scale_value, is_last=i == num_parts)
+            self.underway.next()
             after_micro_batch()
         return loss, num_parts
 

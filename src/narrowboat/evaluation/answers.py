@@ -7,7 +7,7 @@ Where layers keep more than keys and values, the model answers by its own cache,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from narrowboat.data.examples import IGNORED, Row, Tokens
 from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
+from narrowboat.evaluation.scores import Answer, facts_of
 from narrowboat.memory.layer_call import cache_name
 from narrowboat.memory.reading import Reading
 from narrowboat.model.anatomy import unwrap
@@ -29,19 +30,6 @@ class Question:
 
     row: Row
     answer: Tokens
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What was expected and what was said."""
-
-    expected: str
-    said: str
-
-    @property
-    def is_exact(self) -> bool:
-        """Equal but for blanks around it."""
-        return self.expected.strip() == self.said.strip()
 
 
 def question_of(row: Row) -> Question | None:
@@ -63,8 +51,9 @@ def answer(engine: Engine, question: Question, tokenizer: Any, most_tokens: int)
     """Let the model answer; the end-of-turn token counts as the end."""
     ends = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
     said = write_on(engine, question.row, most_tokens, ends)
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (question.answer.tolist(), said)]
-    return Answer(*texts)
+    ids = (question.answer.tolist(), said, question.row.input_ids.tolist())
+    expected, answered, document = (tokenizer.decode(part, skip_special_tokens=True) for part in ids)
+    return Answer(expected, answered, facts_of(expected, document))
 
 
 @torch.no_grad()
@@ -114,11 +103,6 @@ def _read(engine: Engine, row: Row, num_further: int) -> tuple[Reading, torch.Te
 
 def _ids(row: Row) -> torch.Tensor:
     return torch.from_numpy(row.input_ids.astype(np.int64))[None]
-
-
-def exact_share(answers: Sequence[Answer]) -> float:
-    """How many are exact, of all."""
-    return sum(answer.is_exact for answer in answers) / len(answers)
 
 
 def _cache_name(engine: Engine) -> str:

@@ -1,4 +1,4 @@
-"""The base model and the adapter on the same held-out rows: loss, perplexity by place, answers.
+"""The base model and the adapter on the same held-out rows: loss, perplexity by place, answers and their scores.
 
 Both see what the run's options say, carry included.
 """
@@ -6,28 +6,39 @@ Both see what the run's options say, carry included.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from narrowboat.data.examples import Row
 from narrowboat.data.store import Rows
 from narrowboat.engine.engine import Engine
 from narrowboat.errors import DataError
-from narrowboat.evaluation.answers import Answer, Question, answer, exact_share, question_of
+from narrowboat.evaluation.answers import Question, answer, question_of
+from narrowboat.evaluation.intervals import Compared, compared
 from narrowboat.evaluation.perplexity import Perplexity, perplexity
+from narrowboat.evaluation.scores import Answer, Score, Sums, ratio, scores
 from narrowboat.options.schema import EvaluateOptions
 
 T = TypeVar("T")
 
+SHOWN_CHARS = 200
+"""Of an answer that is shown beside others."""
+
 
 @dataclass(frozen=True)
 class Measured:
-    """One model on all held-out rows; ``answers`` are to the same questions for both models."""
+    """One model on all held-out rows; ``answers`` are to the same questions for both models.
+
+    ``losses`` are ``[rows, 2]``: nats and learnt tokens of each.
+    """
 
     perplexity: Perplexity
     answers: tuple[Answer, ...]
+    losses: Sums
 
     def as_dict(self) -> dict[str, Any]:
         """For machines."""
@@ -40,8 +51,6 @@ class Measured:
                 {"from": g.start, "to": g.stop, "perplexity": g.perplexity, "num_tokens": g.num_tokens}
                 for g in found.by_place
             ],
-            "exact_match": exact_share(self.answers) if self.answers else None,
-            "answers": [{"expected": a.expected, "said": a.said} for a in self.answers],
         }
 
 
@@ -52,25 +61,44 @@ class Comparison:
     base: Measured
     adapter: Measured
 
-    def lines(self) -> list[str]:
-        """For people."""
+    @cached_property
+    def scores(self) -> list[Compared]:
+        """The loss, and what the answers come to; each with the interval of the difference."""
+        loss = Score("loss, nats a token", self.base.losses, self.adapter.losses, ratio, is_share=False)
+        answered = scores(self.base.answers, self.adapter.answers) if self.base.answers else []
+        return [compared(score) for score in (loss, *answered)]
+
+    def lines(self, num_answers: int = 2) -> list[str]:
+        """For people; ``num_answers`` are shown side by side."""
         base, adapter = self.base.perplexity, self.adapter.perplexity
-        lines = [
-            f"held-out loss over {base.num_tokens:,} tokens: base {base.loss:.4f}, adapter {adapter.loss:.4f}",
-            f"perplexity: base {base.perplexity:.2f}, adapter {adapter.perplexity:.2f}",
-        ]
-        lines += [
-            f"  at tokens {one.start:,} to {one.stop:,}: base {one.perplexity:.2f}, adapter {two.perplexity:.2f}"
-            for one, two in zip(base.by_place, adapter.by_place, strict=True)
-        ]
-        if self.base.answers:
-            shares = (exact_share(self.base.answers), exact_share(self.adapter.answers))
-            lines.append(f"exact answers of {len(self.base.answers)}: base {shares[0]:.0%}, adapter {shares[1]:.0%}")
-        return lines
+        sides = zip(base.by_place, adapter.by_place, strict=True)
+        return [
+            f"{len(self.base.losses):,} held-out rows, {base.num_tokens:,} learnt tokens, "
+            f"{len(self.base.answers):,} answers; differences with their 95 % interval",
+            f"{'':<18} {'base':>10} {'adapter':>10}   difference",
+            *(score.line() for score in self.scores),
+            f"{'perplexity':<18} {base.perplexity:>10.2f} {adapter.perplexity:>10.2f}",
+            *(f"{f'  at {one.start:,} to {one.stop:,}':<18} {one.perplexity:>10.2f} {two.perplexity:>10.2f}"
+              for one, two in sides),
+            *self._side_by_side(num_answers),
+        ]  # fmt: skip
+
+    def _side_by_side(self, num_answers: int) -> Iterator[str]:
+        both = zip(self.base.answers, self.adapter.answers, strict=True)
+        for one, two in itertools.islice(both, num_answers):
+            told = {"expected": one.expected, "base": one.said, "adapter": two.said}
+            yield ""
+            yield from (f"{who:<9} {' '.join(text.split())[:SHOWN_CHARS]}" for who, text in told.items())
 
     def as_dict(self) -> dict[str, Any]:
         """For machines."""
-        return {"base": self.base.as_dict(), "adapter": self.adapter.as_dict()}
+        both = zip(self.base.answers, self.adapter.answers, strict=True)
+        return {
+            "base": self.base.as_dict(),
+            "adapter": self.adapter.as_dict(),
+            "scores": {score.name: score.as_dict() for score in self.scores},
+            "answers": [{"expected": one.expected, "base": one.said, "adapter": two.said} for one, two in both],
+        }
 
 
 class Patiently(Protocol):
@@ -99,10 +127,11 @@ def compare(
     questions = list(itertools.islice(_questions(rows), options.answers))
 
     def measure() -> Measured:
-        losses = (patiently(partial(engine.token_losses, row), [row]) for row in (rows[i] for i in range(len(rows))))
+        losses = [patiently(partial(engine.token_losses, row), [row]) for row in (rows[i] for i in range(len(rows)))]
         ask = partial(answer, engine, tokenizer=tokenizer, most_tokens=options.answer_tokens)
         answers = (patiently(partial(ask, question), [question.row]) for question in questions)
-        return Measured(perplexity(losses), tuple(answers))
+        sums = np.array([(found.losses.sum(dtype=np.float64), len(found.losses)) for found in losses])
+        return Measured(perplexity(losses), tuple(answers), sums)
 
     adapter = measure()
     with model.disable_adapter():

@@ -20,6 +20,9 @@ GROUP_OF = {
     "pytorch_optimizer": "optim",
     "optuna": "sweep",
     "sentencepiece": "gguf",
+    "sacrebleu": "eval",
+    "wandb": "monitor",
+    "mlflow": "monitor",
 }
 
 

@@ -53,6 +53,13 @@ class Precision:
         }
         return [f"{role} {name_of(chosen.dtype)}: {chosen.reason}" for role, chosen in roles.items()]
 
+    def words(self) -> str:
+        """In a line: ``bfloat16 for base and products (why), float32 for adapters, loss and sums``."""
+        base, adapters = name_of(self.base.dtype), name_of(self.adapters.dtype)
+        if base == adapters:
+            return f"{base} for everything ({self.base.reason})"
+        return f"{base} for base and products ({self.base.reason}), {adapters} for adapters, loss and sums"
+
 
 def choose_precision(
     dtype: Literal["auto", "float32", "bfloat16", "float16"], device: torch.device, quantize: str = "none"

@@ -38,6 +38,7 @@ from narrowboat.owner.owner import Owner
 from narrowboat.owner.stride import Strided
 from narrowboat.owner.values import has_values
 from narrowboat.plan import MemoryPlan
+from narrowboat.underway import Underway
 
 INSTALLED = "_narrowboat_installed"
 
@@ -69,6 +70,7 @@ class Installed:
         owner: of the model's bytes.
         plan: the plan that it runs under.
         scheme: of attention that is not full.
+        underway: hears which layer and tile runs.
         run_layer: runs a layer instead of the plan while it is not None: ``(index, call) -> outputs``.
 
     Raises:
@@ -95,6 +97,7 @@ class Installed:
         self.scheme: Scheme | None = None
         self.run_layer: Callable[[int, LayerCall], list[torch.Tensor]] | None = None
         self._undo = ExitStack()
+        self.underway = Underway(len(self._layers))
         self._whereabouts = Whereabouts(is_off=not drops)
         self._batch: _MicroBatch | None = None
         self._is_on = self._collects = False
@@ -242,6 +245,7 @@ class Installed:
         is_kept = plan.layers == "keep" or index >= len(self._layers) - plan.num_kept_layers
         if is_kept:
             outputs = call.whole(call.inputs)
+            self._notice_backwards(index, outputs[0])
         elif plan.layers == "recompute" or contract.tiles == "none":
             outputs = recompute_layer(call, batch.store)
         else:
@@ -260,7 +264,7 @@ class Installed:
         link = None if batch.given.carry is None else batch.given.carry.links[index]
         return Surroundings(
             layout=batch.layout if link is None else Layout.of(1, link.num_tokens),
-            before=partial(self._at, batch.seeds, batch.given.offset, layer=index),
+            before=partial(self._before_tile, index, batch),
             draws=self._whereabouts.draw if self._causal.training and not self._whereabouts.is_off else None,
             collect=partial(self._routers.collect, module),
             visit=partial(self.owner.weights.visit_layer, index),
@@ -295,6 +299,16 @@ class Installed:
         here = self._whereabouts
         is_wanted = here.is_off or (self.contract.draws and self._causal.training and bool(here.seeds))
         return PlacedFunctions(here) if is_wanted else nullcontext()
+
+    def _before_tile(self, index: int, batch: _MicroBatch, start: int, stop: int) -> None:
+        self._at(batch.seeds, batch.given.offset, start, stop, layer=index)
+        if torch.is_grad_enabled() or not self.underway.is_backwards:  # else keys and values are made again
+            self.underway.at(index, start, stop, batch.layout.num_tokens)
+
+    def _notice_backwards(self, index: int, out: torch.Tensor) -> None:
+        """A layer that was kept is not called again; its output's gradient says when it is its turn."""
+        if out.requires_grad and out.grad_fn is not None:
+            out.register_hook(lambda _: self.underway.at(index, 0, 1, 1))
 
     def _at(self, seeds: Sequence[int], offset: int, start: int, stop: int, layer: int = -1) -> None:
         self._whereabouts.seeds = seeds

@@ -23,6 +23,7 @@ from narrowboat import events
 from narrowboat.errors import DataError
 
 EVENTS_FILE = "events.jsonl"
+EVALUATION_FILE = "evaluation.json"
 _CHECK = re.compile(rb', "check": "([0-9a-f]{8})"\}$')
 
 

@@ -1,15 +1,19 @@
-"""How fast a run goes and where its loss is heading: smoothed loss, tokens a second, time left."""
+"""How fast a run goes and where its loss is heading: losses, tokens a second, time left from a median of steps."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
+from statistics import median
 
 from narrowboat.events import StepDone
 
 RECENT_STEPS = 20
 """How many steps the present pace and the time left are taken from."""
+
+KEPT_LOSSES = 64
+"""Losses that a sparkline may show."""
 
 
 class SmoothedLoss:
@@ -38,7 +42,8 @@ class Pace:
         """Smoothed; while the loss is not a number, the last one as it is."""
         self.tokens_per_second = 0.0
         """Of the last steps."""
-        self._mean_seconds = 0.0
+        self._usual_seconds = 0.0
+        self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
         self._smoothed = SmoothedLoss()
         self._recent: deque[StepDone] = deque(maxlen=RECENT_STEPS)
         self._heard = time.monotonic()
@@ -53,7 +58,8 @@ class Pace:
         self._recent.append(step)
         recent_seconds = sum(step.seconds for step in self._recent)
         self.tokens_per_second = _rate(sum(step.num_tokens for step in self._recent), recent_seconds)
-        self._mean_seconds = recent_seconds / len(self._recent)
+        self._usual_seconds = median(step.seconds for step in self._recent)
+        self.losses.append(step.loss)
         self._heard = time.monotonic()
 
     @property
@@ -61,13 +67,13 @@ class Pace:
         """Of the whole sitting, within steps."""
         return _rate(self.num_tokens, self.seconds)
 
-    @property
-    def seconds_left(self) -> float:
-        """From the mean of the last steps, less the time since the last one ended."""
+    def seconds_left(self, of_this_step: float | None = None) -> float:
+        """The median of the last steps for each that is left; the present one takes ``of_this_step``, where known."""
         if self.last is None or self.last.step >= self.last.num_steps:
             return 0.0
-        since = min(time.monotonic() - self._heard, self._mean_seconds)
-        return self._mean_seconds * (self.last.num_steps - self.last.step) - since
+        if of_this_step is None:
+            of_this_step = max(0.0, self._usual_seconds - (time.monotonic() - self._heard))
+        return self._usual_seconds * (self.last.num_steps - self.last.step - 1) + of_this_step
 
 
 def _rate(num_tokens: int, seconds: float) -> float:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +22,8 @@ from narrowboat.monitor.history import EVENTS_FILE, checked_line
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from narrowboat.monitor.view import View
 
 
 class Record:
@@ -35,15 +37,27 @@ class Record:
         console: where progress goes; the standard output if not given.
         quiet: no progress display.
         callbacks: hear of every event at once.
+        monitors: who draws curves: tensorboard, wandb, mlflow.
+
+    Raises:
+        MachineError: the library of one of them is not installed.
     """
 
     def __init__(
-        self, folder: Path, console: Console | None = None, quiet: bool = False, callbacks: Iterable[Tell] = ()
+        self,
+        folder: Path,
+        console: Console | None = None,
+        quiet: bool = False,
+        callbacks: Iterable[Tell] = (),
+        monitors: Sequence[str] = ("tensorboard",),
     ) -> None:
         from narrowboat.monitor.progress import Progress
 
         self._folder = folder
-        self._fanout = Fanout([*([] if quiet else [Progress(console)]), *map(_Callback, callbacks)])
+        self._monitors = [_monitor(name, folder) for name in monitors]
+        self._progress = None if quiet else Progress(console)
+        shown = [] if self._progress is None else [self._progress]
+        self._fanout = Fanout([*shown, *map(_Callback, callbacks)])
         self._waiting: list[tuple[Event, datetime]] | None = []
 
     def record(self, event: Event) -> None:
@@ -52,24 +66,28 @@ class Record:
             self._waiting.append((event, datetime.now(UTC)))
         self._fanout.record(event)
 
+    def watch(self, view: View) -> None:
+        """Let the display look at ``view``."""
+        if self._progress is not None:
+            self._progress.watch(view)
+
     @property
     def has_begun(self) -> bool:
         """Whether files are written."""
         return self._waiting is None
 
     def begin(self) -> None:
-        """Open ``events.jsonl``, ``tensorboard/`` and ``report.html``, and write down what was told so far.
+        """Open ``events.jsonl`` and what the monitors write, and write down what was told so far.
 
         Raises:
             OSError: if ``events.jsonl`` cannot be opened: a run that cannot be written down should not start.
         """
         from narrowboat.monitor.report import ReportPage
-        from narrowboat.monitor.tensorboard import TensorBoard
 
         if self._waiting is None:
             return
         lines = JsonLines(self._folder / EVENTS_FILE)
-        files = Fanout([lines, TensorBoard(self._folder / "tensorboard"), ReportPage(self._folder)])
+        files = Fanout([lines, *self._monitors, ReportPage(self._folder)])
         waiting, self._waiting = self._waiting, None
         for event, told_at in waiting:
             lines.told_at = told_at
@@ -80,6 +98,20 @@ class Record:
     def close(self) -> None:
         """Close everyone."""
         self._fanout.close()
+
+
+def _monitor(name: str, folder: Path) -> Recorder:
+    if name == "wandb":
+        from narrowboat.monitor.wandb_runs import WandbRuns
+
+        return WandbRuns(folder)
+    if name == "mlflow":
+        from narrowboat.monitor.mlflow_runs import MlflowRuns
+
+        return MlflowRuns(folder)
+    from narrowboat.monitor.tensorboard import TensorBoard
+
+    return TensorBoard(folder / "tensorboard")
 
 
 class Fanout:

@@ -1,4 +1,4 @@
-"""``report.html``: one self-contained page about a run, made from ``events.jsonl`` alone.
+"""``report.html``: one self-contained page about a run, made from ``events.jsonl`` and ``evaluation.json``.
 
 It loads nothing from anywhere, so it can be mailed, archived and opened in ten years; a run of any length stays far
 below a megabyte.
@@ -6,6 +6,7 @@ below a megabyte.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -17,13 +18,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from narrowboat.events import Event, ModelReady, RunEnded
 from narrowboat.machine.drafts import write_whole
+from narrowboat.monitor.accounting import account_entries, share
 from narrowboat.monitor.charts import Chart, Line, draw, thin
-from narrowboat.monitor.history import EVENTS_FILE, History, read_history
+from narrowboat.monitor.diagnosis import diagnose
+from narrowboat.monitor.foreseen import beside, forecast
+from narrowboat.monitor.history import EVALUATION_FILE, EVENTS_FILE, History, read_history
 from narrowboat.monitor.pace import SmoothedLoss
 from narrowboat.monitor.wording import how_much, is_histogram, quantity, spell
 from narrowboat.units import format_bytes, format_seconds
 
 REPORT_FILE = "report.html"
+NUM_CAUSES = 6
+"""Causes of memory that get a line of their own."""
 
 
 class ReportPage:
@@ -48,43 +54,73 @@ def write_report(folder: Path) -> Path:
         DataError: if there is no ``events.jsonl`` in the folder, or nothing in it can be read.
         OSError: if the page cannot be written; an older page stays whole.
     """
-    page = render(read_history(folder / EVENTS_FILE), folder.resolve().name)
     path = folder / REPORT_FILE
-    write_whole(path, page.encode())
+    write_whole(path, page_of(folder).encode())
     return path
 
 
-def render(history: History, name: str) -> str:
-    """The page of a run."""
-    environment = Environment(
+def page_of(folder: Path) -> str:
+    """The page of the run in ``folder``, as it is now.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    return render(read_history(folder / EVENTS_FILE), folder.resolve().name, _evaluation(folder))
+
+
+def _evaluation(folder: Path) -> dict[str, Any] | None:
+    """What ``narrowboat eval`` left in the folder."""
+    try:
+        found = json.loads((folder / EVALUATION_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if {"scores", "answers"} <= found.keys() else None
+
+
+def environment() -> Environment:
+    """The templates' surroundings: escaping, and how bytes, seconds and shares are written."""
+    made = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(bytes=format_bytes, seconds=format_seconds, spell=spell)
+    made.filters.update(bytes=format_bytes, seconds=format_seconds, spell=spell, share=share)
+    return made
+
+
+def render(history: History, name: str, evaluation: Mapping[str, Any] | None = None) -> str:
+    """The page of a run."""
     columns = series(history)
     positions = thin(len(history.steps), [columns[key] for key in ("loss", "peak", "pace", "rate", "norm")])
     drawn = {key: [column[position] for position in positions] for key, column in columns.items()}
-    return environment.get_template("report.html.j2").render(
-        name=name,
-        title=history.model.name if history.model else name,
-        history=history,
-        started=history.sittings[0].started,
-        error=_error(history),
-        summary=history.summary(),
-        heldout=history.heldout_losses,
-        change=_change(history),
-        charts=charts(history, drawn),
-        values=_for_script(history, drawn),
-        forecast=forecast(history),
-        plan=rows(history.plan.plan, verbatim=True) if history.plan else [],
-        model=_model(history.model) if history.model else [],
-        account=rows(history.data.account) if history.data else [],
-        options=rows(history.start.options, verbatim=True) if history.start else [],
-        versions=history.start.versions if history.start else {},
-        num_drawn=len(positions),
+    return (
+        environment()
+        .get_template("report.html.j2")
+        .render(
+            name=name,
+            title=history.model.name if history.model else name,
+            history=history,
+            started=history.sittings[0].started,
+            error=_error(history),
+            summary=history.summary(),
+            heldout=history.heldout_losses,
+            change=_change(history),
+            charts=charts(history, drawn),
+            values=_for_script(history, drawn),
+            forecast=forecast(history),
+            beside=beside(history),
+            findings=diagnose(history) if history.sittings[-1].end else [],
+            evaluation=evaluation,
+            entries=account_entries(history.data.account) if history.data else [],
+            plan=rows(history.plan.plan, verbatim=True) if history.plan else [],
+            model=_model(history.model) if history.model else [],
+            account=rows(history.data.account) if history.data else [],
+            options=rows(history.start.options, verbatim=True) if history.start else [],
+            versions=history.start.versions if history.start else {},
+            num_drawn=len(positions),
+        )
     )
 
 
@@ -150,11 +186,29 @@ def charts(history: History, drawn: Mapping[str, list[float]]) -> list[Chart]:
     laid_out = [
         draw("loss", "Loss", "nats a token", losses, span, from_zero=False, marks=strange("loss")),
         draw("peak", "Memory", "peak of each step", memory, span, in_bytes=True, marks=changes),
+        _by_cause(history, span),
         draw("pace", "Pace", "tokens a second", line("pace", "tokens a second"), span, marks=changes),
         draw("rate", "Learning rate", "", line("rate", "learning rate"), span),
         draw("norm", "Gradient norm", "before clipping", norm, span, marks=strange("norm")),
     ]
     return [chart for chart in laid_out if chart]
+
+
+def _by_cause(history: History, span: tuple[float, float]) -> Chart | None:
+    """What each step's peak was made of; of a long run, the steps that are drawn."""
+    told = [step for step in history.steps.values() if step.by_cause]
+    if not told:
+        return None
+    kept = [told[position] for position in thin(len(told), [[step.peak_bytes for step in told]])]
+    largest = sorted(
+        {name for step in kept for name in step.by_cause}, key=lambda n: -max(s.by_cause.get(n, 0) for s in kept)
+    )
+    steps = [step.step for step in kept]
+    lines = [
+        Line(name, f"c{number}", steps, [step.by_cause.get(name, 0) for step in kept])
+        for number, name in enumerate(largest[:NUM_CAUSES])
+    ]
+    return draw("causes", "Memory by cause", "at the peak of each step", lines, span, in_bytes=True)
 
 
 def _for_script(history: History, drawn: Mapping[str, list[float]]) -> dict[str, list[float | None]]:
@@ -163,23 +217,6 @@ def _for_script(history: History, drawn: Mapping[str, list[float]]) -> dict[str,
     columns["heldout_step"] = [event.step for event in history.evaluations.values()]
     columns["heldout"] = [event.loss for event in history.evaluations.values()]
     return {key: [value if math.isfinite(value) else None for value in column] for key, column in columns.items()}
-
-
-def forecast(history: History) -> dict[str, Any] | None:
-    """The plan's forecast as parts of a bar that is as long as the budget, or as the forecast if that is longer."""
-    if history.plan is None or not history.plan.forecast_bytes:
-        return None
-    parts = sorted(history.plan.forecast_bytes.items(), key=lambda part: -part[1])
-    total = sum(num_bytes for _, num_bytes in parts)
-    budget = history.plan.budget_bytes
-    whole = max(total, budget, history.peak_bytes, 1)
-    return {
-        "parts": [(cause, num_bytes, 100 * num_bytes / whole) for cause, num_bytes in parts],
-        "total": total,
-        "budget": budget,
-        "budget_percent": 100 * budget / whole,
-        "peak_percent": 100 * history.peak_bytes / whole,
-    }
 
 
 def rows(tree: Mapping[str, Any], verbatim: bool = False, prefix: str = "") -> list[tuple[str, str]]:

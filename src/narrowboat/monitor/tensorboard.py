@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard: loss, held-out loss, learning rate, gradient norm, tokens a second, peak and budget.
+"""Curves and text for TensorBoard: losses, rate, gradient norm, pace, memory by cause; plans and notices as text.
 
 ``tensorboard --logdir RUN_FOLDER/tensorboard`` draws them while the run goes on. The writer is tensorboard's own;
 neither torch nor TensorFlow is loaded for it, and the library itself only when the first event arrives.
@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from narrowboat.events import Evaluated, Event, RunStarted, StepDone
+from narrowboat.events import Event, RunStarted
+from narrowboat.monitor.scalars import scalars, text
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -30,18 +31,12 @@ class TensorBoard:
         match event:
             case RunStarted():
                 self._forget_after(event.resumed_from_step)
-            case StepDone():
-                scalars = {
-                    "loss/train": event.loss,
-                    "learning_rate": event.learning_rate,
-                    "gradient_norm": event.gradient_norm,
-                    "tokens_per_second": event.num_tokens / event.seconds if event.seconds > 0 else 0.0,
-                    "memory/peak_bytes": event.peak_bytes,
-                    "memory/budget_bytes": event.budget_bytes,
-                }
-                self._write(event.step, scalars)
-            case Evaluated():
-                self._write(event.step, {"loss/heldout": event.loss})
+            case _:
+                step, numbers = scalars(event)
+                if numbers:
+                    self._write(step, numbers)
+                elif said := text(event):
+                    self._write_text(*said)
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -61,6 +56,15 @@ class TensorBoard:
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._open().add_event(Record(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def _write_text(self, step: int, tag: str, words: str) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        summary = text_pb(tag, words)
+        assert isinstance(summary, Summary)
+        self._open().add_event(Record(wall_time=time.time(), step=step, summary=summary))
 
     def _forget_after(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Record

@@ -19,6 +19,7 @@ from narrowboat.events import (
     RunStarted,
     StepDone,
 )
+from narrowboat.monitor.accounting import account_lines
 from narrowboat.monitor.pace import Pace
 from narrowboat.units import format_bytes, format_seconds
 
@@ -33,7 +34,7 @@ def line(event: Event) -> tuple[str, str] | None:
             resumed = f", going on after step {event.resumed_from_step:,}" if event.resumed_from_step else ""
             return "run", f"{event.folder}{resumed}"
         case DataReady():
-            return "data", account_line(event.account)
+            return "data", "\n".join(account_lines(event.account))
         case ModelReady():
             share = 100 * event.num_trainable / max(1, event.num_parameters)
             targets = ", ".join(f"{name} x {count:,}" for name, count in event.modules_by_target.items())
@@ -61,7 +62,7 @@ def line(event: Event) -> tuple[str, str] | None:
 
 def step_line(step: StepDone, pace: Pace) -> str:
     """A step for a log: with its own loss, not the smoothed one."""
-    left = f", {format_seconds(pace.seconds_left)} left" if step.step < step.num_steps else ""
+    left = f", {format_seconds(pace.seconds_left())} left" if step.step < step.num_steps else ""
     return (
         f"step {step.step:,}/{step.num_steps:,}, loss {step.loss:.4f}, {pace.tokens_per_second:,.1f} tokens/s, "
         f"memory {memory_words(step.peak_bytes, step.budget_bytes)}{left}"
@@ -90,26 +91,6 @@ def ending(end: RunEnded, pace: Pace) -> list[tuple[str, str]]:
 def memory_words(peak_bytes: int, budget_bytes: int) -> str:
     """``5.91 GiB of 8.00 GiB``."""
     return format_bytes(peak_bytes) + (f" of {format_bytes(budget_bytes)}" if budget_bytes else "")
-
-
-def account_line(account: Mapping[str, Any]) -> str:
-    """The account of the data in one line: counts that are not zero, and the share of tokens that is learnt.
-
-    Names and places are told by their number and distributions not at all; the report has them.
-    """
-    parts = []
-    for key, value in account.items():
-        if not value or is_histogram(value):
-            continue
-        if isinstance(value, Mapping):
-            parts.append(f"{spell(key)} ({quantity(key, value)})")
-        elif not isinstance(value, list | tuple) or _are_numbers(value):
-            parts.append(f"{spell(key)} {quantity(key, value)}")
-        elif f"num_{key}" not in account:
-            parts.append(f"{spell(key)} {len(value):,}")
-        if key == "learnt_tokens" and account.get("tokens_in"):
-            parts[-1] += f" ({100 * value / account['tokens_in']:.3g} %)"
-    return ", ".join(parts) or "nothing was read"
 
 
 def is_histogram(value: Any) -> bool:

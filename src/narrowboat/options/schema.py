@@ -39,6 +39,7 @@ def _listed(value: object) -> object:
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Variants = Annotated[tuple[Literal["rslora", "dora", "fa"], ...], BeforeValidator(_listed)]
 RankEntry = Annotated[str, StringConstraints(pattern=r"^.+=[1-9]\d*(/\d+(\.\d+)?)?$")]
+Monitors = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_listed)]
 RankEntries = Annotated[tuple[RankEntry, ...], BeforeValidator(_listed)]
 
 
@@ -450,6 +451,11 @@ class TrainOptions(Group):
     keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints stay.")
     keep_best: bool = Field(
         False, description="Keep the adapter with the lowest held-out loss apart, in best/; see train.evaluate_every."
+    )
+    monitor: Monitors = Field(
+        ("tensorboard",),
+        description="Who draws curves beside events.jsonl and the report: tensorboard, wandb, mlflow. All write into "
+        "the run's folder and send nothing unless WANDB_MODE or MLFLOW_TRACKING_URI say so.",
     )
     max_minutes: float | None = Field(
         None, gt=0, description="Minutes after which the run is saved and ends, as after SIGTERM: exit code 143."

@@ -16,8 +16,9 @@ from types import TracebackType
 
 import torch
 
+from narrowboat.events import MemoryMark
 from narrowboat.owner.causes import WORKING_SET
-from narrowboat.owner.meter import Meter
+from narrowboat.owner.meter import Meter, Reading
 from narrowboat.owner.owner import holdings
 
 
@@ -59,6 +60,7 @@ class Gauge:
     Attributes:
         by_phase: the most that was held in each phase of the work, as far as it was read.
         peak_bytes: the same since the present phase began.
+        peak_by_cause: what that was made of.
         highest_bytes: the same since the gauge was entered.
     """
 
@@ -70,6 +72,7 @@ class Gauge:
         self._phase = ""
         self.by_phase: dict[str, int] = {}
         self.peak_bytes = self.highest_bytes = 0
+        self.peak_by_cause: dict[str, int] = {}
 
     def __enter__(self) -> Gauge:
         if self._meter is not None:
@@ -96,20 +99,52 @@ class Gauge:
     def begin(self, phase: str) -> None:
         """From here on readings belong to ``phase``."""
         self.read()
-        self._phase, self.peak_bytes = phase, 0
+        self._phase, self.peak_bytes, self.peak_by_cause = phase, 0, {}
 
     def read(self) -> int:
         """The most that was held since the last reading or since the phase began; the next one begins anew."""
         if self._meter is not None:
             now = self._meter.peak.device_bytes
+            causes = self.by_cause() if now > self.peak_bytes else self.peak_by_cause
             self._meter.reset_peak()
         else:
             now = self.figures().held(self._beside_bytes)
+            causes = self.by_cause() if now > self.peak_bytes else self.peak_by_cause
             torch.cuda.reset_peak_memory_stats(self.device)
+        self.peak_by_cause = causes
         self.peak_bytes, self.highest_bytes = max(self.peak_bytes, now), max(self.highest_bytes, now)
         if self._phase:
             self.by_phase[self._phase] = max(self.by_phase.get(self._phase, 0), now)
         return now
+
+    def now(self) -> Reading:
+        """What is held at this moment, for whoever looks on from another thread.
+
+        Raises:
+            RuntimeError: something was allocated meanwhile; ask again.
+        """
+        if self._meter is not None:
+            return self._meter.live
+        sizes: dict[str, int] = {}
+        places: dict[str, int] = {}
+        for holding in holdings(self._model) if self._model is not None else ():
+            num_bytes = holding.tensor.untyped_storage().nbytes()
+            places[holding.where] = places.get(holding.where, 0) + num_bytes
+            if holding.where == "device":
+                sizes[holding.cause] = sizes.get(holding.cause, 0) + num_bytes
+        held = torch.cuda.memory_allocated(self.device)
+        sizes[WORKING_SET] = max(0, held - sum(sizes.values()))
+        host = places.get("host", 0) + places.get("pinned", 0)
+        return Reading(held + self._beside_bytes, host, places.get("disk", 0), places.get("file", 0), sizes)
+
+    def mark(self, stage: str, step: int) -> MemoryMark:
+        """What there is at a stage of the run; a CPU's memory has no holes that torch would know of."""
+        self.read()
+        if self._meter is not None:
+            held = self._meter.live.device_bytes
+            return MemoryMark(stage, step, held, self.peak_bytes, held, 0)
+        now = self.figures()
+        return MemoryMark(stage, step, now.allocated_bytes, self.peak_bytes, now.reserved_bytes, now.hole_bytes)
 
     def figures(self) -> Figures:
         """A card's, now."""

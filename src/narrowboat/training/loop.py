@@ -7,6 +7,7 @@ and resumed is the same run, to the last bit on a CPU.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -48,6 +49,7 @@ def run(
     saver: Saver,
     stop: StopRequest,
     tell: Tell,
+    reached: Callable[[Position], None] = lambda position: None,
 ) -> Position:
     """Go from ``position`` to the last step; the position then.
 
@@ -59,6 +61,7 @@ def run(
         saver: takes the checkpoints; all are on disk, or have failed, at the end.
         stop: entered.
         tell: hears what happens.
+        reached: hears how far it came, also where it does not end well.
 
     Raises:
         Interrupted: the run was asked to stop, and is saved.
@@ -77,6 +80,8 @@ def run(
         except Exception:
             saver.settle()
             raise
+        finally:
+            reached(leg.position)
     return leg.position
 
 
@@ -165,7 +170,10 @@ class _Leg:
 def _step(recovery: Recovery, course: Course, options: Options, position: Position, tell: Tell) -> Position:
     engine, gauge, step = recovery.engine, recovery.gauge, position.step + 1
     began = time.monotonic()
-    gauge.begin("step" if "first step" in gauge.by_phase else "first step")
+    is_first = "first step" not in gauge.by_phase
+    if is_first:
+        tell(gauge.mark("before the first step", position.step))
+    gauge.begin("first step" if is_first else "step")
     rows = [course.rows[i] for i in course.schedule[position.step + position.num_passed_over]]
     rate = learning_rate(options.optimizer, step, course.num_steps)
     seed = _step_seed(options.train.seed, step)
@@ -190,8 +198,11 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
             peak_bytes=gauge.peak_bytes,
             budget_bytes=gauge.budget_bytes,
             num_skipped=position.num_skipped,
+            by_cause=gauge.peak_by_cause,
         )
     )
+    if is_first:
+        tell(gauge.mark("after the first step", step))
     recovery.after_step(step)
     return replace(
         position,
@@ -222,6 +233,7 @@ def _evaluate(recovery: Recovery, course: Course, step: int, tell: Tell) -> floa
         total, num_supervised = total + loss, num_supervised + num
     if not num_supervised:
         return None
+    tell(recovery.gauge.mark("evaluation", step))
     tell(Evaluated(step, total / num_supervised, num_supervised, time.monotonic() - began))
     return total / num_supervised
 

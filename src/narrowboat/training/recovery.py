@@ -86,7 +86,7 @@ class Recovery:
             else:
                 num_same += 1
                 if num_same > MAX_SAME or failure.memory != "device" or not self._has_room():
-                    raise OutOfMemory(self._last_words(failure, step))
+                    raise OutOfMemory(self._last_words(failure, step, rows))
                 self._tell(
                     Notice(
                         f"{_where(step)}: {ran_out} under the thriftiest plan, though there is room; it is tried again."
@@ -128,14 +128,14 @@ class Recovery:
         if self.engine.plan != self.governor.plan:
             self.engine.replan(self.governor.plan)
 
-    def _last_words(self, failure: Failure, step: int) -> str:
+    def _last_words(self, failure: Failure, step: int, rows: Sequence[Row]) -> str:
         causes = self.gauge.by_cause()
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in list(causes.items())[:3])
         helps = dict.fromkeys(HELP.get(name, "a smaller data.max_tokens") for name in list(causes)[:2])
         advice = " or ".join(helps) or "a smaller data.max_tokens"
         return (
             f"{failure.memory.capitalize()} memory ran out in {_where(step)} under the thriftiest plan "
-            f"({self.engine.plan.describe()}): {failure.words} memory.budget is {self._budget}. "
+            f"({self.engine.plan.describe()}): {failure.words} memory.budget is {self._budget}.{_longest_words(rows)} "
             f"Largest parts at the peak: {parts or 'unknown'}. {advice.capitalize()} would help, or a larger "
             "memory.budget."
         )
@@ -164,6 +164,15 @@ def _words(plan: MemoryPlan) -> str:
 
 def _longest(rows: Sequence[Row]) -> int:
     return max((row.num_tokens for row in rows), default=1)
+
+
+def _longest_words(rows: Sequence[Row]) -> str:
+    """Which row it was: the longest, and the examples in it."""
+    if not rows:
+        return ""
+    row = max(rows, key=lambda row: row.num_tokens)
+    which = f", example {', '.join(f'{number:,}' for number in row.examples[:5])} of the data" if row.examples else ""
+    return f" The longest row has {row.num_tokens:,} tokens{which}."
 
 
 def _clean_up(engine: Engine, thoroughly: bool) -> None:

@@ -48,13 +48,14 @@ class StopRequest:
     Attributes:
         received: the number of the first stopping signal, 0 without one.
         wants_save: whether saving was asked for; whoever saves makes it false.
+        patience_seconds: as given.
     """
 
     def __init__(self, max_seconds: float | None = None, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self.received = 0
         self.wants_save = False
         self._is_patient = self._loses_nothing = False
-        self._max_seconds, self._patience_seconds = max_seconds, patience_seconds
+        self._max_seconds, self.patience_seconds = max_seconds, patience_seconds
         self._received_at = self._went_on_at = 0.0
         self._end: float | None = None
         self._before: dict[int, signal._HANDLER] = {}
@@ -84,6 +85,15 @@ class StopRequest:
                 end.close()
 
     @property
+    def heard(self) -> int:
+        """The first stopping signal that came, also one that Python has had no time to look at; any thread may ask."""
+        if not self.received and self._arrivals is not None:
+            with suppress(OSError):
+                waiting = self._arrivals[0].recv(4096, socket.MSG_PEEK)
+                return next((number for number in waiting if number in STOPPING), 0)
+        return self.received
+
+    @property
     def is_asked(self) -> bool:
         """Whether the run is to stop."""
         if not self.received and self._end is not None and time.monotonic() >= self._end:
@@ -97,7 +107,7 @@ class StopRequest:
             GivenUp: it has.
         """
         self._went_on_at = time.monotonic()
-        if self.is_asked and (self._loses_nothing or self._went_on_at > self._received_at + self._patience_seconds):
+        if self.is_asked and (self._loses_nothing or self._went_on_at > self._received_at + self.patience_seconds):
             raise GivenUp
 
     @contextmanager

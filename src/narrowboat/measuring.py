@@ -1,0 +1,186 @@
+"""An adapter put to work: measured against its base on held-out data, or asked. A run's, or any PEFT adapter's.
+
+A run is measured under its own options, carry and budget included. Of an adapter alone its configuration says what is
+needed: the base, rank, alpha and targets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from narrowboat.assembly import Assembled, Setting, Wanted, assembled
+from narrowboat.choosing import choose, choose_to_read
+from narrowboat.data.account import Account
+from narrowboat.data.examples import IGNORED, Row
+from narrowboat.data.prepare import Prepared
+from narrowboat.data.trains import Train
+from narrowboat.errors import CheckpointError, OptionError
+from narrowboat.evaluation.answers import write_on
+from narrowboat.evaluation.compare import Comparison, compare, refuse_nothing_held_out
+from narrowboat.events import Tell
+from narrowboat.exporting import base_of, run_of
+from narrowboat.machine.drafts import write_whole
+from narrowboat.model.saved import CONFIG_FILE, load_adapter_state, read_config
+from narrowboat.monitor.history import EVALUATION_FILE
+from narrowboat.options.load import load, load_back
+from narrowboat.options.schema import Options
+from narrowboat.preparing import prepared_data
+from narrowboat.training.checkpoint import newest_checkpoint
+from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE
+from narrowboat.training.recovery import Recovery
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What to measure.
+
+    Attributes:
+        folder: a run's, or an adapter's.
+        data: files to measure on; the run's held-out data if empty.
+        base: the model, where the adapter does not say or somewhere else than it says.
+        num_answers: most that are generated; as ``evaluate.answers`` says if None.
+    """
+
+    folder: Path
+    data: Sequence[str] = ()
+    base: str = ""
+    num_answers: int | None = None
+
+
+def measure(wanted: Measurement, tell: Tell) -> Comparison:
+    """Base and adapter on the same rows; kept as ``evaluation.json`` in a run's folder, for its report.
+
+    Raises:
+        OptionError: the folder holds neither run nor adapter, or there is nothing to measure on.
+        NarrowboatError: what else was refused.
+    """
+    options, adapter, run = _found(wanted.folder, wanted.base, tell)
+    if not wanted.data and run is None:
+        raise OptionError(f"{wanted.folder} is an adapter without a run; name what to measure on with --data.")
+    setting = _setting(_over(options, wanted), run, tell)
+    data = prepared_data(setting)
+    refuse_nothing_held_out(data.heldout)
+    governor = choose(setting, data, trains=False)
+    with assembled(setting, Wanted(governor.plan, governor.budget_bytes, trains=False, data=data)) as ready:
+        load_adapter_state(ready.model, adapter, tell)
+        ready.gauge.begin("evaluation")
+        patiently = Recovery(ready.engine, ready.gauge, governor, tell).patiently
+        wishes = setting.options.evaluate
+        found = compare(ready.engine, ready.model, data.heldout, setting.tokenizer, wishes, patiently)
+    if run is not None:
+        with suppress(OSError):  # somebody else's folder can be measured as well
+            write_whole(run / EVALUATION_FILE, json.dumps(found.as_dict(), indent=1).encode())
+    return found
+
+
+class Speaker:
+    """A model with its adapter that answers; made by ``speaking``."""
+
+    def __init__(self, ready: Assembled, setting: Setting) -> None:
+        self._ready, self._setting = ready, setting
+
+    def answer(self, messages: Sequence[Mapping[str, str]], most_tokens: int) -> str:
+        """What follows ``messages``, the likeliest token each time; without a chat template, behind the plain text."""
+        tokenizer = self._setting.tokenizer
+        if tokenizer.chat_template:
+            ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        else:
+            ids = tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+        ends = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
+        said = write_on(self._ready.engine, self._row(np.array(ids, np.int32)), most_tokens, ends)
+        text: str = tokenizer.decode(said, skip_special_tokens=True)
+        return text
+
+    def _row(self, ids: Any) -> Row:
+        labels, options = np.full(len(ids), IGNORED, np.int32), self._setting.options
+        if not options.carry.is_on:
+            return Row(ids, labels, (len(ids),))
+        size = options.segments.max_tokens or self._setting.config.get_text_config().max_position_embeddings
+        edges = [*range(0, len(ids), size), len(ids)]
+        return Train(ids, labels, tuple(np.diff(edges).tolist()))
+
+
+@contextmanager
+def speaking(folder: Path, tell: Tell, base: str = "") -> Iterator[Speaker]:
+    """A run's model, or that of an adapter, ready to answer under the run's budget.
+
+    Raises:
+        OptionError: the folder holds neither.
+        NarrowboatError: what else was refused.
+    """
+    options, adapter, run = _found(folder, base, tell)
+    setting = _setting(options, run, tell)
+    plan, budget_bytes = choose_to_read(setting)
+    nothing: Any = []
+    data = Prepared(nothing, nothing, Account())
+    with assembled(setting, Wanted(plan, budget_bytes, trains=False, data=data)) as ready:
+        load_adapter_state(ready.model, adapter, tell)
+        yield Speaker(ready, setting)
+
+
+def _found(folder: Path, base: str, tell: Tell) -> tuple[Options, Path, Path | None]:
+    """Options, the adapter's folder, and that of the run if there is one."""
+    run = run_of(folder)
+    adapter = folder / ADAPTER if run is not None and run == folder else folder
+    if not (adapter / CONFIG_FILE).is_file():
+        raise OptionError(
+            f"{folder} holds no finished run and no adapter: {OPTIONS_FILE} and {CONFIG_FILE} are missing."
+        )
+    if run is None:
+        options = _options_of(adapter, base or base_of(adapter))
+    else:
+        options = _with_saved_rank(load_back(run / OPTIONS_FILE, tell), adapter)
+    if base:
+        options = options.model_copy(update={"model": options.model.model_copy(update={"name": base})})
+    return options, adapter, run
+
+
+def _setting(options: Options, run: Path | None, tell: Tell) -> Setting:
+    found = newest_checkpoint(run / CHECKPOINTS, tell) if run is not None else None
+    return Setting.of(options, tell, found[1].dtype if found else "")
+
+
+def _over(options: Options, wanted: Measurement) -> Options:
+    """``options`` with other data and another number of answers, where they are wanted."""
+    data, evaluate = options.data, options.evaluate
+    if wanted.data:
+        data = data.model_copy(update={"train": (), "heldout": tuple(wanted.data)})
+    if wanted.num_answers is not None:
+        evaluate = evaluate.model_copy(update={"answers": wanted.num_answers})
+    return options.model_copy(update={"data": data, "evaluate": evaluate})
+
+
+def _with_saved_rank(options: Options, adapter: Path) -> Options:
+    """The number that lora.rank: auto came to."""
+    if options.lora.rank != "auto":
+        return options
+    config = read_config(adapter)
+    known = options.lora.model_copy(update={"rank": config["r"], "alpha": config["lora_alpha"]})
+    return options.model_copy(update={"lora": known})
+
+
+def _options_of(adapter: Path, base: str) -> Options:
+    """What an adapter that PEFT or somebody else wrote needs.
+
+    Raises:
+        CheckpointError: it is of a kind that Narrowboat does not make.
+    """
+    config = read_config(adapter)
+    strange = [key for key in ("rank_pattern", "alpha_pattern", "layers_to_transform", "modules_to_save")
+               if config.get(key)]  # fmt: skip
+    if config.get("peft_type") != "LORA" or strange:
+        why = f"it sets {', '.join(strange)}" if strange else f"it is a {config.get('peft_type')} adapter"
+        raise CheckpointError(f"{adapter}: such an adapter is not measured here: {why}. Name the run that made it.")
+    targets = config["target_modules"]
+    variants = [name for name, key in (("rslora", "use_rslora"), ("dora", "use_dora")) if config.get(key)]
+    return load(None, {
+        "model.name": base, "lora.rank": config["r"], "lora.alpha": config["lora_alpha"], "lora.variants": variants,
+        "lora.targets": [f"re:{targets}"] if isinstance(targets, str) else sorted(targets),
+    })  # fmt: skip
