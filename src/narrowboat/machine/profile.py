@@ -18,43 +18,11 @@ import torch
 from narrowboat.machine.caches import cache_folder, make_private
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import name_of
+from narrowboat.machine.rates import CARD_MARGIN, Margin, Rates
 from narrowboat.units import MIB
 
 MEASURED_SECONDS = 0.15
 """Time spent on each rate."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device does in a second.
-
-    Attributes:
-        products: floating-point operations of matrix products.
-        attention: floating-point operations of attention.
-        moved_bytes: bytes read and written by everything else.
-        call_seconds: what an operator costs however small it is.
-        host_bytes: bytes between the device and host memory.
-        disk_bytes: bytes to and from the scratch folder.
-    """
-
-    products: float
-    attention: float
-    moved_bytes: float
-    call_seconds: float
-    host_bytes: float
-    disk_bytes: float
-
-
-@dataclass(frozen=True)
-class Margin:
-    """What a card holds beside tensors: ``context_bytes`` whatever happens, ``share`` of what the tensors take."""
-
-    context_bytes: int = 0
-    share: float = 0.0
-
-    def of(self, tensor_bytes: int) -> int:
-        """Bytes beside ``tensor_bytes``."""
-        return self.context_bytes + int(self.share * tensor_bytes)
 
 
 @dataclass(frozen=True)
@@ -114,10 +82,6 @@ def margin_of(device: torch.device) -> Margin:
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device)
     return Margin(max(0, total - free - held), CARD_MARGIN.share)
-
-
-CARD_MARGIN = Margin(context_bytes=480 * MIB, share=0.03)
-"""Of a card that is not here: a context of 300 to 500 MiB, blocks rounded up to 2 MiB, cuBLAS workspaces."""
 
 
 def _rate(device: torch.device, run: Callable[[], object], amount: float) -> float:

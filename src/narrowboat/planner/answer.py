@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowboat.errors import BudgetError
 from narrowboat.options.schema import Options
-from narrowboat.planner.forecast import Forecast
+from narrowboat.planner.amounts import Forecast
 from narrowboat.planner.search import LENGTH_STEP, Search
 from narrowboat.planner.target import Limits
 
@@ -44,6 +44,7 @@ class Choice:
             "description": forecast.plan.describe(),
             "forecast": bytes_of(forecast),
             "seconds_per_step": forecast.seconds,
+            "seconds_per_step_range": forecast.seconds_range,
         }
 
 
@@ -74,6 +75,7 @@ class Answer:
             "plan": best.forecast.plan.model_dump(),
             "forecast": bytes_of(best.forecast),
             "seconds_per_step": best.forecast.seconds,
+            "seconds_per_step_range": best.forecast.seconds_range,
             "alternatives": [choice.as_dict() for choice in self.alternatives],
         }
 
@@ -169,7 +171,7 @@ def _lengths(search: Search, num_tokens: int, limits: Limits) -> Iterator[Choice
 
 
 def _notes(search: Search, best: Forecast) -> list[str]:
-    positions = getattr(search.work.config.get_text_config(), "max_position_embeddings", None)
+    positions = search.work.positions
     if positions and best.num_tokens > positions:
         return [
             f"{best.num_tokens:,} tokens are more than the model's {positions:,} positions: RoPE scaling by a factor "

@@ -21,8 +21,9 @@ from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.model.base import give_fake_tensors
 from narrowboat.model.leaves import frozen_leaves
 from narrowboat.plan import MemoryPlan
+from narrowboat.planner.amounts import Work
 from narrowboat.planner.fakes import RememberingFakeMode
-from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Moment, Recorder, Slot, Work
+from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Moment, Recorder, Slot
 
 FIRST_TOKENS = 8
 
