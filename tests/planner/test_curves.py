@@ -52,7 +52,7 @@ def test_what_is_shipped_is_what_a_rehearsal_says(
     off = 0.01 if not plan.num_kept_layers else 0.08  # kept layers lie on a line above the step
     assert found.device_bytes == pytest.approx(made.device_bytes, rel=off)
     assert found.device_bytes > 0.99 * made.device_bytes
-    assert found.host_bytes == pytest.approx(made.host_bytes, rel=0.02)
+    assert found.host_bytes == pytest.approx(made.host_bytes, rel=0.04)
     assert found.work.counts == pytest.approx(made.work.counts, rel=0.15)
     assert sum(found.by_cause.values()) == found.device_bytes
     phases, again = (each.phases(plan, num_tokens) for each in (curves, rehearsal))

@@ -51,7 +51,8 @@ class Shipped:
         """The same with lighter states, which are there from the first step on."""
         states = f"cause {STATES}"
         if kind == STEP:
-            return {**point, states: self._light * point.get(states, 0)}
+            saved = (1 - self._light) * point.get(states, 0)  # and as much of their copies in host memory
+            return {**point, states: point.get(states, 0) - saved, "host": max(0, point.get("host", 0) - saved)}
         saved = (1 - self._light) * self.at(STEP, plan, ENDS[0]).get(states, 0) / self._light
         return {name: size - (saved if name != LOADING else 0) for name, size in point.items()}
 
