@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PUBLIC = {"evaluate", "export", "install", "meter", "plan_for", "train"}
+PUBLIC = {"evaluate", "export", "install", "meter", "plan_for", "push", "train"}
 
 EVERY_MODULE_FIRST = f"""
 import importlib, inspect, pkgutil
@@ -17,7 +17,7 @@ assert set(narrowboat.__all__) == {PUBLIC!r}, narrowboat.__all__
 for name in narrowboat.__all__:
     assert callable(getattr(narrowboat, name)), (name, getattr(narrowboat, name))
     assert not inspect.ismodule(getattr(narrowboat, name)), name
-from narrowboat import evaluate, export, install, meter, plan_for, train
+from narrowboat import evaluate, export, install, meter, plan_for, push, train
 assert inspect.isfunction(train) and inspect.isfunction(evaluate)
 """
 

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +45,26 @@ def main() -> None:
     except KeyboardInterrupt as stopped:
         print("narrowboat: stopped at once; what was not saved is lost", file=sys.stderr)
         sys.exit(getattr(stopped, "exit_code", 130))
+
+
+def _loading() -> None:
+    """The first line, within a second: what comes next takes some."""
+    print("narrowboat: loading PyTorch and transformers", file=sys.stderr, flush=True)
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"narrowboat {version('narrowboat')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    asked: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Fine-tune LoRA adapters on very long text inside a memory budget that you name."""
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -137,6 +158,8 @@ def train(
 ) -> None:
     """Train an adapter."""
     chosen = options.load(config, flags)
+    if not quiet:
+        _loading()
     from narrowboat import api  # torch and transformers take seconds to import
 
     accepted = [name.strip() for name in resume_anyway.split(",") if name.strip()]
@@ -159,6 +182,7 @@ def sweep(
     flags: dict[str, Any],
 ) -> None:
     """Try every combination of some options' values in short runs, and rank them by held-out loss."""
+    _loading()
     from dataclasses import asdict
 
     from narrowboat import sweep as sweeping
@@ -203,6 +227,7 @@ def export(
 ) -> None:
     """Write a trained model that needs no adapter, in the base's format; or the adapter alone."""
     host_bytes = options.load(None, {"memory.host_budget": host_budget} if host_budget else {}).memory.host_budget
+    _loading()
     from narrowboat import api
 
     def say(text: str) -> None:
@@ -215,6 +240,19 @@ def export(
     for name, num_bytes in done["files"].items():
         print(f"{out / name}: {format_bytes(num_bytes)}")
     print(f"{out}: {format_bytes(sum(done['files'].values()))}")
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
+    name: Annotated[str, typer.Argument(help="The hub's repository: owner/name.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
+) -> None:
+    """Upload a run's adapter, with its tokenizer and card, to the model hub."""
+    _loading()
+    from narrowboat import api
+
+    print(api.push(folder, name, private, lambda text: print(text, file=sys.stderr)))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -271,6 +309,7 @@ def prepare(
 ) -> None:
     """Read, cut and pack the data, keep it for training, and say where every token went."""
     chosen = options.load(config, flags)
+    _loading()
     from narrowboat import preparing
 
     preparing.run(chosen, as_json, show)
@@ -281,6 +320,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found for machines.")] = False,
 ) -> None:
     """Measure this machine: memory, rates and margins; plans made here use them."""
+    _loading()
     from narrowboat import doctor as examining
 
     found = examining.examine()
@@ -293,6 +333,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result for machines.")] = False,
 ) -> None:
     """Measure a run's adapter against its base model on held-out data."""
+    _loading()
     from narrowboat import api
 
     found = api.evaluate(folder)

@@ -13,7 +13,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -24,7 +23,7 @@ from narrowboat.events import Notice, Tell
 from narrowboat.machine.extras import quiet
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import Precision, name_of
-from narrowboat.model import embedded, outside
+from narrowboat.model import embedded, hub, outside
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.model.loading import Taker, one_at_a_time
 from narrowboat.model.packed import pack
@@ -161,7 +160,7 @@ def model_folder(name: str, tell: Tell) -> Path:
     if Path(source).is_dir():
         return Path(source)
     try:
-        return Path(snapshot_download(source, ignore_patterns=["*.gguf", "*.bin", "*.pt", "*.pth"]))
+        return hub.fetch(source)
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: its files cannot be fetched: {_first_line(error)}") from None
 

@@ -1,0 +1,5 @@
+"""``python -m narrowboat`` is ``narrowboat``."""
+
+from narrowboat.cli import main
+
+main()
