@@ -18,7 +18,7 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable '.[pdf,quant,optim,sweep,gguf]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable '.[all]'
 	touch $@
 
 demo: setup
