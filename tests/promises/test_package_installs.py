@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 TOP = Path(__file__).parents[2]
 PROJECT = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -77,3 +79,13 @@ def test_what_is_used_inside_has_an_upper_bound() -> None:
     for name in ("torch", "transformers", "peft", "accelerate", "datasets", "pydantic", "typer"):
         (bound,) = [line for line in PROJECT["dependencies"] if line.startswith((f"{name}>", f"{name} "))]
         assert ",<" in bound, bound
+
+
+def test_what_is_pinned_is_within_the_bounds() -> None:
+    pins = dict(
+        line.split("==") for line in (TOP / "constraints.txt").read_text(encoding="utf-8").split() if "==" in line
+    )
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    extras = [line for name, lines in PROJECT["optional-dependencies"].items() if name != "all" for line in lines]
+    for requirement in map(Requirement, PROJECT["dependencies"] + extras):
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), str(requirement)
