@@ -30,6 +30,7 @@ def card(model: str, base: Path, options: Options | None, history: History | Non
         merged: whether it is of a merged model, or of an adapter.
     """
     licence = licence_of(model, base)
+    model = model.partition("@")[0]  # its revision is among the options
     hub_name = EMBEDDED_HUB_NAME if model == EMBEDDED else model if _is_hub_name(model) else ""
     shown = f"`{hub_name or base.name}`"
     lines = [

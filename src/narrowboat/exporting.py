@@ -98,7 +98,7 @@ def public_name(name: str, source: Path, adapter: Path) -> str:
     if name == embedded.NAME:
         return embedded.HUB_NAME
     if not Path(name).expanduser().is_dir():
-        return name
+        return name.partition("@")[0]  # the revision is in the card's options
     try:
         return os.path.relpath(source.resolve(), adapter.resolve())
     except ValueError:  # on another drive there is no way to it

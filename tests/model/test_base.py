@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,16 @@ from narrowboat.errors import ModelError
 from narrowboat.machine.precision import choose_precision
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.base import check_weights, empty_base, give_fake_tensors, load_base, load_config, load_tokenizer
+from narrowboat.model.base import (
+    check_weights,
+    empty_base,
+    give_fake_tensors,
+    load_base,
+    load_config,
+    load_tokenizer,
+    model_folder,
+)
+from narrowboat.options import load as loading
 from narrowboat.options.schema import LoraOptions, ModelOptions
 
 CPU = torch.device("cpu")
@@ -257,6 +267,7 @@ def test_a_model_with_eyes_is_no_encoder():
 
 REMOTE = """
 from pathlib import Path
+from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 Path({mark!r}).touch()
 
@@ -304,3 +315,23 @@ def test_a_tokenizer_s_code_runs_only_when_asked_for(folder: Path, tmp_path: Pat
     except ModelError as error:
         assert "model.trust_remote_code: true" in str(error)  # noqa: PT017
     assert not mark.exists()
+
+
+def test_a_revision_goes_wherever_the_name_goes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client is asked for it, for configuration, tokenizer and weights alike."""
+    asked: list[tuple[str, Any]] = []
+
+    def download(name: str, revision: Any = None, **given: Any) -> str:
+        asked.append((name, revision))
+        return str(tiny_model)
+
+    monkeypatch.setattr("narrowboat.model.hub.snapshot_download", download)
+    options = loading.load(None, {"model.name": "owner/model", "model.revision": "v1.2"}).model
+    assert options.name == "owner/model@v1.2"
+    assert (
+        load(None, options.model_dump() and {f"model.{k}": v for k, v in options.model_dump().items()}).model == options
+    )
+    load_config(options.name, lambda event: None)
+    load_tokenizer(options.name, lambda event: None)
+    assert model_folder(options.name, lambda event: None) == tiny_model
+    assert set(asked) == {("owner/model", "v1.2")}

@@ -159,10 +159,15 @@ def model_folder(name: str, tell: Tell) -> Path:
     source = _source(name, tell)
     if Path(source).is_dir():
         return Path(source)
+    return _fetched(source)
+
+
+def _fetched(name: str, revision: str = "") -> Path:
     try:
-        return hub.fetch(source)
+        return hub.fetch(name, revision)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: its files cannot be fetched: {_first_line(error)}") from None
+        at = f" at revision {revision}" if revision else ""
+        raise ModelError(f"{name}: its files{at} cannot be fetched: {_first_line(error)}") from None
 
 
 def hush_transformers() -> None:
@@ -309,6 +314,8 @@ def _source(name: str, tell: Tell) -> str:
     if name.startswith((".", "~", "/")) or name.count("/") > 1 or folder.is_absolute():
         near = [str(place) for place in folder.parent.iterdir() if place.is_dir()] if folder.parent.is_dir() else []
         raise ModelError(f"{name}: there is no such folder{did_you_mean(str(folder), near)}")
+    if "@" in name:
+        return str(_fetched(*name.split("@", 1)))
     if "/" not in name:
         raise ModelError(
             f"{name} is no folder here and no hub name such as owner/model{did_you_mean(name, [embedded.NAME])}"

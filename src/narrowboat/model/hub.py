@@ -11,13 +11,15 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from narrowboat.errors import MachineError
 
 
-def fetch(name: str) -> Path:
-    """The folder with the files of the hub's model ``name``.
+def fetch(name: str, revision: str = "") -> Path:
+    """The folder with the files of the hub's model ``name``, at ``revision`` if one is named.
 
     Raises:
         OSError, ValueError: it cannot be fetched.
     """
-    return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.bin", "*.pt", "*.pth"]))
+    return Path(
+        snapshot_download(name, revision=revision or None, ignore_patterns=["*.gguf", "*.bin", "*.pt", "*.pth"])
+    )
 
 
 def upload(folder: Path, name: str, private: bool) -> str:

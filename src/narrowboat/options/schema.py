@@ -5,7 +5,7 @@ Options are what the user decides, and may change the result. What Narrowboat de
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -56,6 +56,9 @@ class ModelOptions(Group):
         description="A transformers causal language model: a folder, a hub name, or smollm2-135m, which every machine "
         "with a package index can fetch.",
     )
+    revision: str = Field(
+        "", description="A branch, tag or commit of a hub's model, so that a later change of it changes nothing here."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the frozen weights; auto takes what the device does well."
     )
@@ -71,6 +74,14 @@ class ModelOptions(Group):
     trust_remote_code: bool = Field(
         False, description="Run Python code that comes with a model or tokenizer, as its author's; never asked for."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_with_revision(cls, values: Any) -> Any:
+        """From here on the name is ``owner/model@revision``, so that wherever it goes, the revision goes too."""
+        if isinstance(values, dict) and (revision := values.get("revision")):
+            return values | {"name": f"{str(values.get('name', '')).partition('@')[0]}@{revision}"}
+        return values
 
 
 class AttentionOptions(Group):
@@ -390,6 +401,18 @@ class TrainOptions(Group):
         None, gt=0, description="Minutes after which the run is saved and ends, as after SIGTERM: exit code 143."
     )
     evaluate_every: int = Field(0, ge=0, description="Steps between held-out evaluations; 0 evaluates first and last.")
+    patience: int = Field(
+        0,
+        ge=0,
+        description="End the run when so many held-out evaluations in a row brought no lower loss (early stopping); "
+        "0 never. train.keep_best keeps the best adapter.",
+    )
+
+    @model_validator(mode="after")
+    def _patience_needs_evaluations(self) -> TrainOptions:
+        if self.patience and not self.evaluate_every:
+            raise ValueError(f"train.patience: {self.patience} counts evaluations; set train.evaluate_every as well")
+        return self
 
 
 class EvaluateOptions(Group):

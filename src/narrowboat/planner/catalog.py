@@ -126,7 +126,7 @@ def _data() -> dict[str, Any]:
 
 def _key(name: str) -> str:
     """``Llama-3.1-8B-Instruct`` and ``meta-llama/llama-3.1-8b`` are one."""
-    key = name.split(",")[0].rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    key = name.split(",")[0].partition("@")[0].rsplit("/", 1)[-1].lower().removeprefix("meta-")
     for variant in _VARIANTS:
         key = key.removesuffix(variant)
     return key
