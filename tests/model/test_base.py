@@ -328,9 +328,8 @@ def test_a_revision_goes_wherever_the_name_goes(tiny_model: Path, monkeypatch: p
     monkeypatch.setattr("narrowboat.model.hub.snapshot_download", download)
     options = loading.load(None, {"model.name": "owner/model", "model.revision": "v1.2"}).model
     assert options.name == "owner/model@v1.2"
-    assert (
-        load(None, options.model_dump() and {f"model.{k}": v for k, v in options.model_dump().items()}).model == options
-    )
+    again = {f"model.{key}": value for key, value in options.model_dump().items()}
+    assert loading.load(None, again).model == options  # a run's file holds both
     load_config(options.name, lambda event: None)
     load_tokenizer(options.name, lambda event: None)
     assert model_folder(options.name, lambda event: None) == tiny_model

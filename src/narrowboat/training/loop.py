@@ -139,8 +139,8 @@ class _Leg:
         lowest = "" if best is None else f" since step {position.best_step:,} ({best:.4f})"
         self.tell(
             Notice(
-                f"The run ends after step {position.step:,} of {self.course.num_steps:,}: {patience:,} evaluations in a "
-                f"row brought no lower held-out loss{lowest}."
+                f"The run ends after step {position.step:,} of {self.course.num_steps:,}: {patience:,} evaluations in "
+                f"a row brought no lower held-out loss{lowest}."
             )
         )
         self._save(at_once=True)
