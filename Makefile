@@ -1,5 +1,6 @@
 # make setup   .venv with everything pinned        make demo   a model learns from long text, start to end
 # make check   format, lint, types, contracts      make test   the whole test suite
+# make docs    the documentation's site, in build/docs
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
@@ -9,7 +10,7 @@ DEMO_TOKENS ?= 2048
 DEMO_STEPS ?= 6
 DEMO_FOLDER ?= build/demo
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test check docs format clean
 
 setup: .venv/ready
 
@@ -36,6 +37,9 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: setup
 	$(BIN)/ruff format .
