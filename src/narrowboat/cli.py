@@ -220,20 +220,28 @@ def sweep(
 def export(
     folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
     out: Annotated[Path, typer.Argument(help="Where to put it; a folder that does not exist yet.")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone instead of a merged model.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapter alone instead of a merged model.")
+    ] = False,
     base: Annotated[
-        str, typer.Option("--base", help="The model, if the folder does not say.", show_default=False)
+        str, typer.Option("--base", help="The base model, if the folder does not name it.", show_default=False)
     ] = "",
     onto: Annotated[
         Literal["dequantised", "original"],
-        typer.Option("--onto", help="A base that was quantised: as the adapter learnt on it, or as it was before."),
+        typer.Option(
+            "--onto",
+            help="A quantised base: merge with what the adapter was trained on, or with the original.",
+        ),
     ] = "dequantised",
     gguf: Annotated[
         Literal["f32", "f16", "bf16", "q8_0"] | None,
         typer.Option("--gguf", help="Write a GGUF file as well, for llama.cpp and Ollama.", show_default=False),
     ] = None,
     host_budget: Annotated[
-        str, typer.Option("--host-budget", help="Of host memory: 8GiB.", show_default=False, metavar="bytes")
+        str,
+        typer.Option(
+            "--host-budget", help="Host memory that may be used, such as 8GiB.", show_default=False, metavar="bytes"
+        ),
     ] = "",
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Load a merged model back and compare its logits.")
@@ -279,19 +287,25 @@ def plan(
     quantize: Annotated[
         str, typer.Option("--quantize", help="nf4, int4_weight, int8 or int8_weight.", show_default=False)
     ] = "",
-    rank: Annotated[str, typer.Option("--rank", help="Of the adapter.", show_default=False)] = "",
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Of the longest row.")] = None,
+    rank: Annotated[str, typer.Option("--rank", help="Rank of the adapter.", show_default=False)] = "",
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens of the longest row.")] = None,
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
-    budget: Annotated[str, typer.Option("--budget", help="Of the device: 24GiB.", show_default=False)] = "",
-    host_budget: Annotated[str, typer.Option("--host-budget", help="Of host memory.", show_default=False)] = "",
-    card: Annotated[str, typer.Option("--card", help="A card of the catalogue: rtx-4090.", show_default=False)] = "",
+    budget: Annotated[
+        str, typer.Option("--budget", help="Device memory that may be used, such as 24GiB.", show_default=False)
+    ] = "",
+    host_budget: Annotated[
+        str, typer.Option("--host-budget", help="Host memory that may be used, such as 64GiB.", show_default=False)
+    ] = "",
+    card: Annotated[
+        str, typer.Option("--card", help="A card of the catalogue, such as rtx-4090.", show_default=False)
+    ] = "",
     probe: Annotated[bool, typer.Option("--probe", help="Take two real steps and read memory and time.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write an interactive page there.")] = None,
     known: Annotated[bool, typer.Option("--known", help="List the models and cards of the catalogue.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer for machines.")] = False,
     flags: dict[str, Any],
 ) -> None:
-    """Say what fits, before anything is downloaded: with a file, that run here; without one, on a card."""
+    """Say what fits before anything is downloaded: for a file's run on this machine, or for a card."""
     short = {
         "model.name": model,
         "model.quantize": quantize,
@@ -317,12 +331,12 @@ def prepare(
     config: Config = None,
     *,
     show: Annotated[
-        int, typer.Option("--show", min=0, help="Print so many examples, what is learnt and context in colour.")
+        int, typer.Option("--show", min=0, help="Print this many examples, with what is learnt in colour.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the account for machines.")] = False,
     flags: dict[str, Any],
 ) -> None:
-    """Read, cut and pack the data, keep it for training, and say where every token went."""
+    """Read, cut and pack the data for training, and say where every token went."""
     chosen = options.load(config, flags)
     _loading()
     from narrowboat import preparing
@@ -334,7 +348,7 @@ def prepare(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found for machines.")] = False,
 ) -> None:
-    """Measure this machine: memory, rates and margins; plans made here use them."""
+    """Measure this machine's memory and speed, which plans made here use."""
     _loading()
     from narrowboat import doctor as examining
 
