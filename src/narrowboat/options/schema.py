@@ -65,8 +65,8 @@ class ModelOptions(Group):
     quantize: Quantize = Field(
         "none",
         description="Number format of the base's linear layers. nf4: 4-bit NormalFloat (bitsandbytes); int4_weight: "
-        "4-bit integers (torchao); int8: 8-bit integers, multiplied in 8 bits (bitsandbytes); int8_weight: 8-bit integers, "
-        "multiplied in model.dtype (torchao).",
+        "4-bit integers (torchao); int8: 8-bit integers, multiplied in 8 bits (bitsandbytes); int8_weight: 8-bit "
+        "integers, multiplied in model.dtype (torchao).",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device to train on; auto takes a CUDA card if there is one."

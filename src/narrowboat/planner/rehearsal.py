@@ -97,9 +97,9 @@ class Rehearsal:
     def run(self, work: str, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Trace:
         """One ``STEP``, ``EVALUATION`` or ``READING`` of a micro-batch ``[num_rows, num_tokens]``."""
         recorder = self._recorder
-        self._engine.replan(plan.model_copy(update={"inputs": "device"}))  # gives back what a longer row had taken
         recorder.forget()
         with self._fakes, recorder, self._moments():
+            self._engine.replan(plan.model_copy(update={"inputs": "device"}))  # gives back what a longer row had taken
             self._work(work, plan, num_rows, num_tokens)
             own = [self._own(layer.module) for layer in self._anatomy.layers]
         order = list(recorder.begun)
