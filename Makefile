@@ -1,6 +1,7 @@
 # make setup   .venv with everything pinned        make demo   a model learns from long text, start to end
 # make check   format, lint, types, contracts      make test   the whole test suite
 # make torture kills, faults, fuzzing, for hours   make audit  known holes in what is depended on
+# make docs    the documentation's site, in build/docs
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
@@ -10,7 +11,7 @@ DEMO_TOKENS ?= 2048
 DEMO_STEPS ?= 6
 DEMO_FOLDER ?= build/demo
 
-.PHONY: setup demo test torture check audit format clean
+.PHONY: setup demo test torture check audit docs format clean
 
 setup: .venv/ready
 
@@ -19,7 +20,7 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable '.[pdf,quant,optim,sweep,gguf,eval,monitor]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable '.[all]'
 	touch $@
 
 demo: setup
@@ -50,6 +51,9 @@ audit: setup
 	build/audit/bin/pip install --quiet --constraint constraints.txt pip-audit
 	$(BIN)/pip freeze --exclude-editable | sed 's/+.*//' > build/audit/installed.txt
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement build/audit/installed.txt
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: setup
 	$(BIN)/ruff format .

@@ -226,3 +226,11 @@ def test_sweep_takes_all_the_words_after_over_and_refuses_wrong_ones_together(ru
     assert done.returncode == 2
     assert "Did you mean 'optimizer.lr'" in done.stderr
     assert "Did you mean 'lora.rank'" in done.stderr
+
+
+def test_the_first_line_comes_before_torch_is_loaded() -> None:
+    """Which takes seconds: a minute without a word looks like a hang."""
+    code = "import sys; sys.modules['torch'] = None; from narrowboat.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "eval", "nowhere"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[0] == "narrowboat: loading PyTorch and transformers"

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import RepoUrl
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowboat import api
-from narrowboat.errors import CheckpointError, MachineError, ModelError, NarrowboatError
+from narrowboat.errors import CheckpointError, MachineError, ModelError, NarrowboatError, OptionError
 from narrowboat.machine.extras import quiet
 from narrowboat.model.gguf_files import convert_model
 from narrowboat.model.serving import advice, config_of, refusals
@@ -80,6 +81,70 @@ def test_alone_it_has_tokenizer_template_and_card_and_says_who_takes_it(run: Pat
     ]
 
 
+def test_a_run_s_adapter_folder_serves_as_it_is(run: Path, tiny_model: Path) -> None:
+    """A server is given the folder: tokenizer, template, generation settings, card, a base that is no cache path."""
+    adapter = run / "adapter"
+    theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in (tiny_model, adapter))
+    messages = [{"role": "user", "content": "Where does it lie?"}]
+    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(messages, tokenize=False)
+    assert (adapter / "generation_config.json").exists() == (tiny_model / "generation_config.json").exists()
+    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert not Path(base).is_absolute()
+    card = (adapter / "README.md").read_text()
+    for words in (
+        "library_name: peft",
+        "## Results",
+        "| steps | 3 |",
+        "peak memory",
+        "## Data",
+        "## Options",
+        "rslora",
+    ):
+        assert words in card
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in adapter.iterdir()} == {0o666 & ~umask}
+    with quiet():
+        served = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), str(adapter))
+    assert logits(served).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("owner/adapter", MachineError, "HF_HUB_OFFLINE is set, so nothing can be uploaded"),
+        ("adapter", OptionError, "adapter is no name of a repository; expected owner/name"),
+    ],
+)
+def test_a_push_that_cannot_be_is_one_sentence(
+    name: str, kind: type[Exception], words: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("narrowboat.model.hub.HF_HUB_OFFLINE", True)
+    with pytest.raises(kind, match=words):
+        api.push(run, name, say=lambda text: None)
+
+
+def test_a_push_uploads_the_adapter_s_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the hub's own client is asked to do."""
+    asked: list[Any] = []
+
+    class Client:
+        def create_repo(self, name: str, **given: Any) -> Any:
+            asked.append((name, given))
+            return RepoUrl(f"https://huggingface.co/{name}")
+
+        def upload_folder(self, **given: Any) -> None:
+            asked.append(given)
+
+    monkeypatch.setattr("narrowboat.model.hub.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("narrowboat.model.hub.HfApi", Client)
+    said: list[str] = []
+    assert api.push(run, "owner/mine", private=True, say=said.append) == "https://huggingface.co/owner/mine"
+    assert asked[0] == ("owner/mine", {"private": True, "exist_ok": True})
+    assert asked[1]["repo_id"] == "owner/mine" and Path(asked[1]["folder_path"]) == run / "adapter"
+    assert "names a folder as its base" in said[0]
+
+
 def test_an_adapter_within_a_run_is_that_run_s(run: Path, tmp_path: Path) -> None:
     checkpoint = next((run / "checkpoints").iterdir()) / "adapter"
     done, _ = export(checkpoint, tmp_path / "out")
@@ -103,10 +168,12 @@ def test_damage_is_noticed_before_anything_is_written(name: str, merged: bool, r
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_without_a_manifest_is_taken_and_told(run: Path, tmp_path: Path) -> None:
+def test_an_adapter_without_a_manifest_is_taken_and_told(run: Path, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "adapter", tmp_path / "theirs")
     (tmp_path / "theirs" / "manifest.json").unlink()
-    _, said = export(tmp_path / "theirs", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="moved away from its base; name it with --base"):
+        export(tmp_path / "theirs", tmp_path / "out")
+    _, said = export(tmp_path / "theirs", tmp_path / "out", base=str(tiny_model))
     assert "has no manifest.json: whether its files are as they were written cannot be checked" in said[0]
 
 

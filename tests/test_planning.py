@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 import narrowboat
-from narrowboat import planning
+from narrowboat import planning, rehearsing
 from narrowboat.errors import BudgetError, ModelError, OptionError
 from narrowboat.options.load import load
 from narrowboat.options.schema import Options
@@ -56,7 +56,9 @@ def test_json_is_what_other_programs_read(small_model: Path, capsys: pytest.Capt
     code = planning.run(planning.Question(options, 1024, "", False), True, False, None)
     found = json.loads(capsys.readouterr().out)
     assert code == 0
-    assert list(found) == ["fits", "tokens", "plan", "forecast", "seconds_per_step", "alternatives"]
+    assert list(found) == [
+        "fits", "tokens", "plan", "forecast", "seconds_per_step", "seconds_per_step_range", "alternatives",
+    ]  # fmt: skip
     assert (found["fits"], found["tokens"], found["seconds_per_step"]) == (True, 1024, None)
     forecast = found["forecast"]
     assert list(forecast) == ["device_bytes", "host_bytes", "disk_bytes", "file_bytes", "by_cause", "phases"]
@@ -159,7 +161,7 @@ def test_a_run_here_is_planned_for_this_device(small_model: Path) -> None:
 
 def test_a_probe_reads_what_was_forecast(run_options: RunOptions) -> None:
     options = run_options(**{"model.dtype": "float32"})
-    read = planning.probe(planning.Question(options, 200))
+    read = rehearsing.probe(options, 200)
     assert read.device_bytes == pytest.approx(read.forecast.device_bytes, rel=0.02)
     assert read.seconds > 0
     assert read.lines()[0].startswith("Probe: read ")

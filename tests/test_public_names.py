@@ -14,7 +14,7 @@ from narrowboat.errors import OptionError
 from narrowboat.events import Event, Notice
 from narrowboat.options.schema import Options
 
-PUBLIC = {"evaluate", "export", "generate", "install", "meter", "plan_for", "train"}
+PUBLIC = {"evaluate", "export", "generate", "install", "meter", "plan_for", "push", "train"}
 
 EVERY_MODULE_FIRST = f"""
 import importlib, inspect, pkgutil
@@ -26,7 +26,7 @@ assert set(narrowboat.__all__) == {PUBLIC!r}, narrowboat.__all__
 for name in narrowboat.__all__:
     assert callable(getattr(narrowboat, name)), (name, getattr(narrowboat, name))
     assert not inspect.ismodule(getattr(narrowboat, name)), name
-from narrowboat import evaluate, export, generate, install, meter, plan_for, train
+from narrowboat import evaluate, export, generate, install, meter, plan_for, push, train
 assert inspect.isfunction(train) and inspect.isfunction(evaluate)
 """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from narrowboat.api import evaluate, export, generate, install, meter, plan_for, train
+    from narrowboat.api import evaluate, export, generate, install, meter, plan_for, push, train
 
-__all__ = ["evaluate", "export", "generate", "install", "meter", "plan_for", "train"]
+__all__ = ["evaluate", "export", "generate", "install", "meter", "plan_for", "push", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ from narrowboat.running import Job, refuse_many_processes
 from narrowboat.training.folder import opened
 from narrowboat.training.signals import StopRequest
 
-__all__ = ["evaluate", "export", "generate", "install", "meter", "plan_for", "train"]
+__all__ = ["evaluate", "export", "generate", "install", "meter", "plan_for", "push", "train"]
 
 
 def plan_for(options: Options, num_tokens: int | None = None, card: str = "") -> Answer:
@@ -120,6 +120,22 @@ def export(
             say(event.text)
 
     return exporting.export(folder, out, Wish(merged, base, onto, gguf, host_bytes, verified), tell)
+
+
+def push(folder: Path, name: str, private: bool = False, say: Callable[[str], None] = print) -> str:
+    """Upload the adapter of the run in ``folder`` to the hub's repository ``name`` (owner/name); its address.
+
+    Raises:
+        OptionError: ``name`` is no name of a repository.
+        CheckpointError: there is no whole adapter in ``folder``.
+        MachineError: the hub cannot be reached, or refuses.
+    """
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Notice):
+            say(event.text)
+
+    return exporting.push(folder, name, private, tell)
 
 
 @said_in_words()

@@ -19,11 +19,12 @@ from narrowboat.data.prepare import Prepared
 from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import OutOfMemory
-from narrowboat.events import ModelReady, Tell
+from narrowboat.events import ModelReady, Notice, Tell
 from narrowboat.machine.card import let_blocks_grow
 from narrowboat.machine.hardware import describe_device, pick_device
 from narrowboat.machine.precision import Precision, choose_precision, name_of
 from narrowboat.machine.profile import margin_of
+from narrowboat.machine.tried import newer_than_tried
 from narrowboat.model.adapters import adapt
 from narrowboat.model.base import hush_transformers, load_base, load_config, load_tokenizer, weight_reader
 from narrowboat.optimizers.build import build_optimizer
@@ -63,6 +64,8 @@ class Setting:
             ModelError: there is no such model, or it is not a causal one.
         """
         hush_transformers()
+        for text in newer_than_tried():
+            tell(Notice(text))
         device = pick_device(options.model.device)
         precision = choose_precision(dtype or options.model.dtype, device, options.model.quantize)  # type: ignore[arg-type]
         config = load_config(options.model.name, tell, options.model.trust_remote_code)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from narrowboat.model.embedded import HUB_NAME as EMBEDDED_HUB_NAME
 from narrowboat.model.embedded import NAME as EMBEDDED
 from narrowboat.monitor.history import History
 from narrowboat.options.load import fields
@@ -29,11 +30,13 @@ def card(model: str, base: Path, options: Options | None, history: History | Non
         merged: whether it is of a merged model, or of an adapter.
     """
     licence = licence_of(model, base)
-    shown = f"`{model}`" if HUB_NAME.fullmatch(model) or model == EMBEDDED else f"`{base.name}`"
+    model = model.partition("@")[0]  # its revision is among the options
+    hub_name = EMBEDDED_HUB_NAME if model == EMBEDDED else model if _is_hub_name(model) else ""
+    shown = f"`{hub_name or base.name}`"
     lines = [
         "---",
         f"library_name: {'transformers' if merged else 'peft'}",
-        *([f"base_model: {model}"] if HUB_NAME.fullmatch(model) else []),
+        *([f"base_model: {hub_name}"] if hub_name else []),
         *([f"license: {licence}"] if licence else []),
         f"tags: [{'fine-tuned' if merged else 'lora'}, narrowboat]",
         "---",
@@ -47,6 +50,10 @@ def card(model: str, base: Path, options: Options | None, history: History | Non
         if rows := list(table):
             lines += ["", f"## {title}", "", "| | |", "|---|---|", *(f"| {_cell(a)} | {_cell(b)} |" for a, b in rows)]
     return "\n".join(lines) + "\n"
+
+
+def _is_hub_name(model: str) -> bool:
+    return HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
 
 
 def licence_of(model: str, base: Path) -> str | None:

@@ -15,9 +15,9 @@ from narrowboat.model.anatomy import num_positions
 from narrowboat.model.base import stored_dtype
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
-from narrowboat.planner.forecast import Workload
+from narrowboat.planner.forecast import Forecaster, Workload
+from narrowboat.planner.here import limits_here, target_here
 from narrowboat.planner.search import Search
-from narrowboat.planner.target import limits_here, target_here
 from narrowboat.training.governor import Governor
 
 
@@ -72,7 +72,7 @@ def search_in(setting: Setting, trains: bool = True) -> Search:
     options, dtype = setting.options, setting.precision.base.dtype
     stored = stored_dtype(options.model.name, setting.config)
     work = Workload(setting.config, options, dtype, setting.device.type == "cuda", stored, trains)
-    return Search(work, target_here(setting.device, dtype), options.memory.plan)
+    return Search(Forecaster(work), target_here(setting.device, dtype), options.memory.plan)
 
 
 def _for_rows(setting: Setting, rows: Sequence[Rows], trains: bool) -> _Found:

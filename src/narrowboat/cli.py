@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,6 +52,26 @@ def main() -> None:
         sys.exit(getattr(stopped, "exit_code", 130))
 
 
+def _loading() -> None:
+    """The first line, within a second: what comes next takes some."""
+    print("narrowboat: loading PyTorch and transformers", file=sys.stderr, flush=True)
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"narrowboat {version('narrowboat')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    asked: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Fine-tune LoRA adapters on very long text inside a memory budget that you name."""
+
+
 Config = Annotated[Path | None, typer.Argument(help="A YAML file of options; flags win over it.", show_default=False)]
 
 
@@ -74,7 +95,7 @@ def train(
     """Train an adapter."""
     chosen = options.load(config, flags)
     if not quiet:
-        print(f"{'run':<10}  {chosen.train.folder}; PyTorch and transformers are being loaded", flush=True)
+        _loading()
     from narrowboat import api  # torch and transformers take seconds to import
 
     accepted = [name.strip() for name in resume_anyway.split(",") if name.strip()]
@@ -97,6 +118,7 @@ def sweep(
     flags: dict[str, Any],
 ) -> None:
     """Try every combination of some options' values in short runs, and rank them by held-out loss."""
+    _loading()
     from dataclasses import asdict
 
     from narrowboat import sweep as sweeping
@@ -119,20 +141,28 @@ def sweep(
 def export(
     folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
     out: Annotated[Path, typer.Argument(help="Where to put it; a folder that does not exist yet.")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone instead of a merged model.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapter alone instead of a merged model.")
+    ] = False,
     base: Annotated[
-        str, typer.Option("--base", help="The model, if the folder does not say.", show_default=False)
+        str, typer.Option("--base", help="The base model, if the folder does not name it.", show_default=False)
     ] = "",
     onto: Annotated[
         Literal["dequantised", "original"],
-        typer.Option("--onto", help="A base that was quantised: as the adapter learnt on it, or as it was before."),
+        typer.Option(
+            "--onto",
+            help="A quantised base: merge with what the adapter was trained on, or with the original.",
+        ),
     ] = "dequantised",
     gguf: Annotated[
         Literal["f32", "f16", "bf16", "q8_0"] | None,
         typer.Option("--gguf", help="Write a GGUF file as well, for llama.cpp and Ollama.", show_default=False),
     ] = None,
     host_budget: Annotated[
-        str, typer.Option("--host-budget", help="Of host memory: 8GiB.", show_default=False, metavar="bytes")
+        str,
+        typer.Option(
+            "--host-budget", help="Host memory that may be used, such as 8GiB.", show_default=False, metavar="bytes"
+        ),
     ] = "",
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Load a merged model back and compare its logits.")
@@ -141,6 +171,7 @@ def export(
 ) -> None:
     """Write a trained model that needs no adapter, in the base's format; or the adapter alone."""
     host_bytes = options.load(None, {"memory.host_budget": host_budget} if host_budget else {}).memory.host_budget
+    _loading()
     from narrowboat import api
 
     def say(text: str) -> None:
@@ -155,6 +186,19 @@ def export(
     print(f"{out}: {format_bytes(sum(done['files'].values()))}")
 
 
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
+    name: Annotated[str, typer.Argument(help="The hub's repository: owner/name.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
+) -> None:
+    """Upload a run's adapter, with its tokenizer and card, to the model hub."""
+    _loading()
+    from narrowboat import api
+
+    print(api.push(folder, name, private, lambda text: print(text, file=sys.stderr)))
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @with_options
 def plan(
@@ -164,19 +208,25 @@ def plan(
     quantize: Annotated[
         str, typer.Option("--quantize", help="nf4, int4_weight, int8 or int8_weight.", show_default=False)
     ] = "",
-    rank: Annotated[str, typer.Option("--rank", help="Of the adapter.", show_default=False)] = "",
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Of the longest row.")] = None,
+    rank: Annotated[str, typer.Option("--rank", help="Rank of the adapter.", show_default=False)] = "",
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens of the longest row.")] = None,
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
-    budget: Annotated[str, typer.Option("--budget", help="Of the device: 24GiB.", show_default=False)] = "",
-    host_budget: Annotated[str, typer.Option("--host-budget", help="Of host memory.", show_default=False)] = "",
-    card: Annotated[str, typer.Option("--card", help="A card of the catalogue: rtx-4090.", show_default=False)] = "",
+    budget: Annotated[
+        str, typer.Option("--budget", help="Device memory that may be used, such as 24GiB.", show_default=False)
+    ] = "",
+    host_budget: Annotated[
+        str, typer.Option("--host-budget", help="Host memory that may be used, such as 64GiB.", show_default=False)
+    ] = "",
+    card: Annotated[
+        str, typer.Option("--card", help="A card of the catalogue, such as rtx-4090.", show_default=False)
+    ] = "",
     probe: Annotated[bool, typer.Option("--probe", help="Take two real steps and read memory and time.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write an interactive page there.")] = None,
     known: Annotated[bool, typer.Option("--known", help="List the models and cards of the catalogue.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer for machines.")] = False,
     flags: dict[str, Any],
 ) -> None:
-    """Say what fits, before anything is downloaded: with a file, that run here; without one, on a card."""
+    """Say what fits before anything is downloaded: for a file's run on this machine, or for a card."""
     short = {
         "model.name": model,
         "model.quantize": quantize,
@@ -202,13 +252,14 @@ def prepare(
     config: Config = None,
     *,
     show: Annotated[
-        int, typer.Option("--show", min=0, help="Print so many examples, what is learnt and context in colour.")
+        int, typer.Option("--show", min=0, help="Print this many examples, with what is learnt in colour.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the account for machines.")] = False,
     flags: dict[str, Any],
 ) -> None:
-    """Read, cut and pack the data, keep it for training, and say where every token went."""
+    """Read, cut and pack the data for training, and say where every token went."""
     chosen = options.load(config, flags)
+    _loading()
     from narrowboat import preparing
 
     preparing.run(chosen, as_json, show)

@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from narrowboat.card import card
-from narrowboat.errors import CheckpointError, DataError, NarrowboatError
+from narrowboat.card import HUB_NAME, card
+from narrowboat.errors import CheckpointError, DataError, NarrowboatError, OptionError
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.drafts import Draft, whole
 from narrowboat.machine.hardware import free_disk_bytes, host_memory
+from narrowboat.machine.manifest import MANIFEST
+from narrowboat.model import embedded, hub
 from narrowboat.model.base import hush_transformers, model_folder, weight_files
 from narrowboat.model.export import LICENCE_FILES, TOKENIZER_FILES, copy_files, merge
 from narrowboat.model.gguf_files import GgufType, convert_adapter, convert_model
@@ -30,6 +32,7 @@ from narrowboat.units import format_bytes
 
 Onto = Literal["dequantised", "original"]
 CARD = "README.md"
+BESIDE_ADAPTER = ("generation_config.json", *TOKENIZER_FILES, *LICENCE_FILES)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,34 @@ def export(folder: Path, out: Path, wish: Wish, tell: Tell) -> dict[str, Any]:
     return {"folder": str(out), "num_bytes": sum(files.values())} | found | {"files": files}
 
 
+def public_name(name: str, source: Path, adapter: Path) -> str:
+    """What an adapter's configuration calls its base: the hub's name, or the way to it from the folder ``adapter``."""
+    if name == embedded.NAME:
+        return embedded.HUB_NAME
+    if not Path(name).expanduser().is_dir():
+        return name.partition("@")[0]  # the revision is in the card's options
+    try:
+        return os.path.relpath(source.resolve(), adapter.resolve())
+    except ValueError:  # on another drive there is no way to it
+        return str(source)
+
+
+def push(folder: Path, name: str, private: bool, tell: Tell) -> str:
+    """Upload the adapter of a run, or of an adapter's folder, to the hub's repository ``name``; its address.
+
+    Raises:
+        OptionError: ``name`` is not owner/name.
+        CheckpointError: there is no whole adapter in ``folder``.
+        MachineError: the hub cannot be reached, or refuses.
+    """
+    if not HUB_NAME.fullmatch(name):
+        raise OptionError(f"{name} is no name of a repository; expected owner/name")
+    source = _source(folder, "", tell)
+    if not HUB_NAME.fullmatch(str(read_config(source.adapter).get("base_model_name_or_path"))):
+        tell(Notice("The adapter names a folder as its base; people elsewhere will have to name the model themselves."))
+    return hub.upload(source.adapter, name, private)
+
+
 def _source(folder: Path, base: str, tell: Tell) -> _Source:
     run, adapter = run_of(folder), folder
     if run == folder:
@@ -125,7 +156,10 @@ def base_of(adapter: Path) -> str:
     name = read_config(adapter).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
         raise CheckpointError(f"{adapter / CONFIG_FILE} does not say which model it is for; name it with --base.")
-    return name
+    beside = adapter / name
+    if not beside.is_dir() and name.startswith("."):
+        raise CheckpointError(f"{beside} is not there: the adapter was moved away from its base; name it with --base.")
+    return str(beside.resolve()) if beside.is_dir() else name
 
 
 def _refuse_taken(out: Path) -> None:
@@ -167,15 +201,21 @@ def _merged(source: _Source, base: Path, draft: Draft, wish: Wish, tell: Tell) -
 
 
 def _alone(source: _Source, base: Path, draft: Draft, wish: Wish, tell: Tell) -> dict[str, Any]:
-    for path in sorted(source.adapter.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".safetensors"):
+    for path in (source.adapter / name for name in (CONFIG_FILE, WEIGHTS_FILE, MANIFEST)):
+        if path.is_file():
             draft.write_blocks(path.name, _blocks(path))
-    copy_files(base, draft, TOKENIZER_FILES + LICENCE_FILES)
+    copy_files(base, draft, BESIDE_ADAPTER)
     if wish.gguf:
         path = draft.path / f"adapter.{wish.gguf}.gguf"
         convert_adapter(base, source.adapter, wish.gguf, path, source.model.trust_remote_code, tell)
         _check_gguf(path)
     return {}
+
+
+def write_beside(draft: Draft, base: Path, model: str, options: Options, history: History) -> None:
+    """Write what a server takes beside an adapter: tokenizer, template, generation settings, licence, and a card."""
+    copy_files(base, draft, BESIDE_ADAPTER)
+    draft.write(CARD, card(model, base, options, history, merged=False).encode())
 
 
 def _blocks(path: Path) -> Any:

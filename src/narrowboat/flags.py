@@ -11,7 +11,18 @@ import typer
 
 from narrowboat.errors import OptionError
 from narrowboat.options import load as options
+from narrowboat.options import presets
 from narrowboat.options.reference import default_text, type_name
+
+Preset = Annotated[
+    str,
+    typer.Option(
+        "--preset",
+        help=f"Options for a usual job instead of a file: {', '.join(presets.names())}.",
+        show_default=False,
+        metavar="name",
+    ),
+]
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -22,6 +33,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     flags = [_flag(name, key) for name, key in keys.items()]
+    flags.append(inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default="", annotation=Preset))
 
     def run(context: typer.Context, **given: Any) -> None:
         values = {keys[name]: given.pop(name) for name in list(given) if name in keys}
@@ -36,6 +48,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             given["config"] = Path(strays.pop(0))
         if strays:
             raise OptionError(f"{strays[0]}: expected one configuration file and flags such as --lora.rank 16")
+        if preset := given.pop("preset"):
+            given["config"] = presets.path_of(preset, given["config"])
         command(flags={key: value for key, value in values.items() if value is not None} | unknown, **given)
 
     signature = inspect.Signature([context, *own, *flags])

@@ -22,7 +22,7 @@ class MemoryPlan(BaseModel):
     layers: LayerMode = Field(
         "recompute",
         description="keep: hold what backward needs; recompute: hold layer inputs and run each layer again; "
-        "stream: the same, tile by tile, so that one tile's activations are alive at a time.",
+        "stream: hold layer inputs and run each layer again tile by tile, so that one tile's activations are alive.",
     )
     num_kept_layers: int = Field(
         0, ge=0, description="How many of the last layers keep their activations all the same."

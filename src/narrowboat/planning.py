@@ -1,41 +1,30 @@
-"""What fits? ``plan_for`` puts catalogue, search and machine together; nothing is downloaded for a known model.
+"""What fits? ``plan_for`` answers from curves where the catalogue has them, and has the rest rehearsed.
 
 With a configuration file it plans that run on this machine; without one, for a card: one of the catalogue, or any of
-which ``memory.budget`` bytes may be used.
+which ``memory.budget`` bytes may be used. A catalogue's model on a card takes arithmetic alone: no download, no torch.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 
-from narrowboat.assembly import Setting, Wanted, assembled
-from narrowboat.data.examples import Row
-from narrowboat.errors import BudgetError, ModelError, OptionError, cut, did_you_mean
+from narrowboat.errors import BudgetError, OptionError
 from narrowboat.events import Event, Notice, Tell
-from narrowboat.machine.hardware import pick_device
-from narrowboat.machine.precision import choose_precision
-from narrowboat.machine.profile import card_margin
-from narrowboat.model import outside
-from narrowboat.model.anatomy import num_positions
-from narrowboat.model.base import as_folder, hush_transformers, load_config, stored_dtype
-from narrowboat.options.schema import ModelOptions, Options
+from narrowboat.machine.rates import card_margin
+from narrowboat.options.schema import Options
 from narrowboat.planner import catalog
 from narrowboat.planner.answer import Answer, answer
-from narrowboat.planner.forecast import Forecast, Workload
 from narrowboat.planner.page import write_page
 from narrowboat.planner.search import Search
+from narrowboat.planner.shipped import shipped
 from narrowboat.planner.show import show
-from narrowboat.planner.target import Limits, Target, limits_here, target_here
-from narrowboat.units import GIB, MIB, format_bytes, format_seconds
+from narrowboat.planner.target import Limits, Target
+from narrowboat.units import GIB, MIB, format_bytes
 
 HOST_BUDGET = 64 * GIB
 """Of host memory beside a card that is not here."""
@@ -44,7 +33,6 @@ SOME_CARD = (8, 6)
 """Compute capability where a budget alone is named: of most cards that people have."""
 
 AUTO_RANK = 16
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,7 @@ def plan_for(question: Question, tell: Tell = lambda event: None, with_lengths: 
 
 
 def _answer(question: Question, search: Search, limits: Limits, with_lengths: bool) -> Answer:
-    found = answer(search, limits, question.num_tokens, lambda options: _search(search, options), with_lengths)
+    found = answer(search, limits, question.num_tokens, lambda options: _other(search, options), with_lengths)
     return Answer(found.best, found.alternatives, found.lengths, limits, found.notes + _notes(question))
 
 
@@ -90,7 +78,8 @@ def run(question: Question, as_json: bool, with_probe: bool, html: Path | None) 
     search, limits = search_for(question, tell)
     found = _answer(question, search, limits, with_lengths=not as_json)
     if html is not None:
-        write_page(search, limits, found.best.forecast.num_tokens, _title(question), html)
+        num_tokens = found.best.forecast.num_tokens
+        write_page(search, limits, num_tokens, _title(question), html, lambda options: _other(search, options))
     if as_json:
         for note in found.notes:
             print(note, file=sys.stderr)
@@ -98,7 +87,9 @@ def run(question: Question, as_json: bool, with_probe: bool, html: Path | None) 
     else:
         show(found, _title(question), Console())
     if with_probe and found.best.fits:
-        read = probe(question, tell)
+        from narrowboat import rehearsing
+
+        read = rehearsing.probe(_with_number_for_rank(question.options), question.num_tokens, tell)
         print(json.dumps(read.as_dict()) if as_json else "\n".join(read.lines()))
     return 0 if found.best.fits else BudgetError.exit_code
 
@@ -115,119 +106,61 @@ def known_names() -> list[str]:
 
 def search_for(question: Question, tell: Tell = lambda event: None) -> tuple[Search, Limits]:
     """Plans for the question's model on its machine, and what may be taken there."""
-    hush_transformers()
     options = _with_number_for_rank(question.options)
-    config = _config(options.model, tell)
-    if question.card or not question.here:
-        target, limits = _card(question)
-        dtype = torch.bfloat16 if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
-    else:
-        device = pick_device(options.model.device)
-        dtype = choose_precision(options.model.dtype, device, options.model.quantize).base.dtype
-        target, limits = target_here(device, dtype), limits_here(options.memory, device)
-    stored = stored_dtype(options.model.name, config)
-    return Search(Workload(config, options, dtype, target.on_card, stored), target, options.memory.plan), limits
+    if not question.card and question.here:
+        say("This model is rehearsed for this machine, once: it takes seconds, and is kept for the next question.")
+        from narrowboat import rehearsing  # torch and transformers take seconds to import
+
+        return rehearsing.search_here(options, say, tell)
+    target, limits = _card(question)
+    curves = None if _is_folder(options.model.name) else shipped(options)
+    if curves is not None:
+        return Search(curves, target, options.memory.plan), limits
+    say("No curves of this model and these options come with Narrowboat: they are rehearsed, once, in about 20 s.")
+    from narrowboat import rehearsing
+
+    return rehearsing.search_on_card(options, target, say, tell), limits
 
 
 def default_tokens(options: Options, tell: Tell = lambda event: None) -> int:
     """The longest row that a run with ``options`` may have, as far as that is known before data are read."""
-    positions = num_positions(_config(options.model, tell).get_text_config())
-    return options.data.max_tokens or positions or 4096
+    name = options.model.name
+    fields = None if _is_folder(name) else catalog.fields_of(name)
+    if fields is None and not options.data.max_tokens:
+        say("Reading the model's configuration.")
+        from narrowboat import rehearsing
+
+        text = rehearsing.config_of(options.model, tell).get_text_config()
+        return getattr(text, "max_position_embeddings", None) or 4096
+    return options.data.max_tokens or (fields or {}).get("max_position_embeddings") or 4096
 
 
-@dataclass(frozen=True)
-class Probe:
-    """A forecast beside what was read."""
-
-    forecast: Forecast
-    device_bytes: int
-    by_cause: dict[str, int]
-    seconds: float
-
-    def lines(self) -> list[str]:
-        """For people."""
-        off = self.forecast.device_bytes / self.device_bytes - 1
-        foreseen = "" if self.forecast.seconds is None else f", forecast {format_seconds(self.forecast.seconds)}"
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.by_cause.items())
-        return [
-            f"Probe: read {format_bytes(self.device_bytes)}, forecast {format_bytes(self.forecast.device_bytes)} "
-            f"({off:+.1%}); a step took {format_seconds(self.seconds)}{foreseen}",
-            *([f"Read: {parts}"] if parts else []),
-        ]
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "tokens": self.forecast.num_tokens,
-            "forecast_bytes": self.forecast.device_bytes,
-            "reading_bytes": self.device_bytes,
-            "by_cause": self.by_cause,
-            "forecast_seconds": self.forecast.seconds,
-            "seconds": self.seconds,
-        }
+def say(text: str) -> None:
+    """Tell people at the terminal what takes a while."""
+    print(text, file=sys.stderr, flush=True)
 
 
-def probe(question: Question, tell: Tell = lambda event: None) -> Probe:
-    """Two real steps over a row of random tokens under the plan that was chosen; the second one is read.
+def _other(search: Search, options: Options) -> Search:
+    """The same question under other options."""
+    curves = shipped(options) if search.work.is_shipped else None
+    if curves is not None:
+        return Search(curves, search.target, options.memory.plan)
+    from narrowboat import rehearsing
 
-    Raises:
-        BudgetError: no plan fits.
-    """
-    search, limits = search_for(question, tell)
-    chosen = search.longest(limits) if question.num_tokens is None else search.choose(question.num_tokens, limits)
-    options = search.work.options
-    setting = Setting.of(options, tell)
-    ids = np.random.default_rng(0).integers(0, setting.config.get_text_config().vocab_size, chosen.num_tokens, np.int32)
-    rows = [Row(ids, ids, (chosen.num_tokens,))]
-    with assembled(setting, Wanted(chosen.plan, limits.device_bytes)) as ready:
-        ready.engine.step(rows, options.optimizer.lr, seed=0)
-        ready.gauge.begin("step")
-        began = time.monotonic()
-        float(ready.engine.step(rows, options.optimizer.lr, seed=1).loss)
-        seconds = time.monotonic() - began
-        by_cause = ready.gauge.by_cause()
-        return Probe(chosen, ready.gauge.read(), by_cause, seconds)
+    return rehearsing.with_other_options(search, options, say)
 
 
-def _search(search: Search, options: Options) -> Search:
-    work = search.work
-    return Search(replace(work, options=options), search.target, options.memory.plan)
+def _is_folder(name: str) -> bool:
+    try:
+        return Path(name).expanduser().is_dir()
+    except (OSError, RuntimeError):  # no folder can be called so
+        return False
 
 
 def _with_number_for_rank(options: Options) -> Options:
     if options.lora.rank != "auto":
         return options
     return options.model_copy(update={"lora": options.lora.model_copy(update={"rank": AUTO_RANK})})
-
-
-def _config(model: ModelOptions, tell: Tell) -> Any:
-    """The configuration of a folder, of a model of the catalogue, or from the hub."""
-    name, folder = model.name, as_folder(model.name)
-    if folder.is_dir():
-        config = load_config(name, tell, model.trust_remote_code)
-        _refuse_without_shape(folder, config)
-        return config
-    known = catalog.model_config(name)
-    if known is not None:
-        return known
-    if "/" not in name:
-        near = did_you_mean(name.lower(), catalog.model_names())
-        raise OptionError(
-            f"model {cut(repr(name))} is no folder here and not in the catalogue of {len(catalog.model_names())} models"
-            f"{near or '; narrowboat plan --known lists them.'} owner/model names one of the hub."
-        )
-    return load_config(name, tell, model.trust_remote_code)
-
-
-def _refuse_without_shape(folder: Path, config: Any) -> None:
-    """Transformers would take its own defaults for what is missing: those of another model."""
-    stated = outside.read(folder / "config.json", "no config.json in it")
-    text = config.get_text_config()
-    if text is not config:
-        stated |= stated.get("text_config") or stated.get("llm_config") or {}
-    missing = [name for name in NEEDED if not {name, text.attribute_map.get(name, name)} & stated.keys()]
-    if missing:
-        raise ModelError(f"{folder / 'config.json'}: without {', '.join(missing)} the model's size is not known")
 
 
 def _title(question: Question) -> str:
@@ -255,7 +188,8 @@ def _card(question: Question) -> tuple[Target, Limits]:
         return card.target, Limits(memory.budget or card.memory_bytes, host_bytes)
     if memory.budget is None:
         raise OptionError("whose memory? Name a --card (such as rtx-4090), a --budget (such as 24GiB), or a run's file")
-    return Target(True, card_margin(SOME_CARD)), Limits(memory.budget, host_bytes)
+    others = catalog.rates_of_size(memory.budget)
+    return Target(True, card_margin(SOME_CARD), others=others), Limits(memory.budget, host_bytes)
 
 
 def _notes(question: Question) -> list[str]:

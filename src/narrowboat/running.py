@@ -19,6 +19,7 @@ from narrowboat.data.show import chosen, parts
 from narrowboat.data.trains import Trains, TrainSchedule
 from narrowboat.errors import OptionError
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
+from narrowboat.exporting import public_name, write_beside
 from narrowboat.machine.drafts import write_whole
 from narrowboat.machine.hardware import describe_device
 from narrowboat.machine.precision import name_of
@@ -27,6 +28,7 @@ from narrowboat.model.base import check_weights, model_folder
 from narrowboat.model.fingerprints import tokenizer_digest, weights_digest
 from narrowboat.model.saved import save_adapter
 from narrowboat.model.serving import advice, config_of, refusals
+from narrowboat.monitor.history import EVENTS_FILE, read_history
 from narrowboat.monitor.recorders import Record
 from narrowboat.monitor.view import View
 from narrowboat.optimizers.build import settle_states
@@ -105,9 +107,22 @@ class Job:
             train(recovery, course, self.options, position, saver, self.stop, self.tell, self._reached)
             ready.gauge.begin("saving")
             with averaged(ready.optimizer):
-                save_adapter(ready.model, self.folder / ADAPTER, {"step": self._position.step})
+                self._save(ready)
             saver.raise_failures()
         return self.end("done")
+
+    def _save(self, ready: Assembled) -> None:
+        """The adapter with all that a server takes: tokenizer, template, generation settings, card, the base's name."""
+        folder, name = self.folder / ADAPTER, self.options.model.name
+        source = model_folder(name, self.tell)
+        history = read_history(self.folder / EVENTS_FILE)
+        save_adapter(
+            ready.model,
+            folder,
+            {"step": self._position.step},
+            public_name(name, source, folder),
+            lambda draft: write_beside(draft, source, name, self.options, history),
+        )
 
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:
         """Tell how it ended; a failure is written down where no run was before it."""

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from narrowboat.machine.card import multiplies_bfloat16, workspace_bytes
+from narrowboat.machine.card import multiplies_bfloat16
+from narrowboat.machine.rates import workspace_bytes
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.forecast import Forecaster, Workload
 from tests.promises.test_forecast_equals_meter import Case, engine_of

@@ -26,3 +26,16 @@ def test_what_cannot_be_loaded_says_why(monkeypatch):
         MachineError, match=r"lion needs pytorch_optimizer, which cannot be loaded: libcudart.*\[optim\]"
     ):
         require("pytorch_optimizer.optimizer", "optimizer.name: lion")
+
+
+@pytest.mark.parametrize(
+    ("module", "group"),
+    [("tree_sitter_python", "code"), ("tensorboard.summary", "tensorboard"), ("torchao.optim", "quant")],
+)
+def test_what_is_missing_is_named_with_its_group(module, group, monkeypatch):
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+
+    monkeypatch.setattr("narrowboat.machine.extras.import_module", missing)
+    with pytest.raises(MachineError, match=rf"which is not installed.*pip install 'narrowboat\[{group}\]'"):
+        require(module, "this")

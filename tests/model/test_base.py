@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from narrowboat.errors import ModelError
 from narrowboat.machine.precision import choose_precision
 from narrowboat.model.adapters import adapt
 from narrowboat.model.anatomy import Anatomy
-from narrowboat.model.base import check_weights, load_base, load_config, load_tokenizer
+from narrowboat.model.base import check_weights, load_base, load_config, load_tokenizer, model_folder
 from narrowboat.model.empty import empty_base, give_fake_tensors
+from narrowboat.options import load as loading
 from narrowboat.options.schema import LoraOptions, ModelOptions
 
 CPU = torch.device("cpu")
@@ -258,6 +260,7 @@ def test_a_model_with_eyes_is_no_encoder():
 
 REMOTE = """
 from pathlib import Path
+from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 Path({mark!r}).touch()
 
@@ -305,3 +308,22 @@ def test_a_tokenizer_s_code_runs_only_when_asked_for(folder: Path, tmp_path: Pat
     except ModelError as error:
         assert "model.trust_remote_code: true" in str(error)  # noqa: PT017
     assert not mark.exists()
+
+
+def test_a_revision_goes_wherever_the_name_goes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client is asked for it, for configuration, tokenizer and weights alike."""
+    asked: list[tuple[str, Any]] = []
+
+    def download(name: str, revision: Any = None, **given: Any) -> str:
+        asked.append((name, revision))
+        return str(tiny_model)
+
+    monkeypatch.setattr("narrowboat.model.hub.snapshot_download", download)
+    options = loading.load(None, {"model.name": "owner/model", "model.revision": "v1.2"}).model
+    assert options.name == "owner/model@v1.2"
+    again = {f"model.{key}": value for key, value in options.model_dump().items()}
+    assert loading.load(None, again).model == options  # a run's file holds both
+    load_config(options.name, lambda event: None)
+    load_tokenizer(options.name, lambda event: None)
+    assert model_folder(options.name, lambda event: None) == tiny_model
+    assert set(asked) == {("owner/model", "v1.2")}

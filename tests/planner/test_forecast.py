@@ -70,6 +70,15 @@ def test_several_rows_hold_more_than_one() -> None:
     assert three == 3 * one
 
 
+def test_a_longer_row_before_leaves_nothing_behind() -> None:
+    """Buffers wait to be lent again: those of a longer row were counted as a shorter one's."""
+    plan = MemoryPlan(**TILE, inputs="disk")
+    fresh, used = forecaster("llama", on_card=True), forecaster("llama", on_card=True)
+    used.forecast(plan, 320)
+    assert used.forecast(plan, 64) == fresh.forecast(plan, 64)
+    assert used.phases(plan, 64) == fresh.phases(plan, 64)
+
+
 def test_weights_on_disk_are_what_weights_on_host_were() -> None:
     forecasts = forecaster("llama", on_card=True)
     host, disk = (forecasts.forecast(MemoryPlan(layers="recompute", weights=place), 64) for place in ("host", "disk"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 
 from narrowboat.options.schema import LoraOptions, Options
 from narrowboat.planner import catalog
-from narrowboat.planner.forecast import Workload
+from narrowboat.planner.forecast import Forecaster, Workload
 from narrowboat.planner.page import LENGTHS, filled, page_data, write_page
 from narrowboat.planner.search import Search
 from narrowboat.planner.target import Limits
@@ -24,13 +26,17 @@ from tests.planner import browser
 @pytest.fixture(scope="module")
 def search() -> Search:
     work = Workload(catalog.model_config("smollm2-135m"), Options(lora=LoraOptions(rank=16)), torch.bfloat16, True)
-    return Search(work, catalog.card("rtx-3060").target, "recompute")  # two rungs: enough for a page
+    return Search(Forecaster(work), catalog.card("rtx-3060").target, "recompute")  # two rungs: enough for a page
+
+
+def other(search: Search) -> Callable[[Options], Search]:
+    return lambda options: Search(Forecaster(replace(search.work, options=options)), search.target, "recompute")
 
 
 @pytest.fixture(scope="module")
 def page(search: Search, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    write_page(search, Limits(12 * GIB, 64 * GIB), 4096, "smollm2 <135m>", path)
+    write_page(search, Limits(12 * GIB, 64 * GIB), 4096, "smollm2 <135m>", path, other(search))
     return path
 
 
@@ -64,7 +70,9 @@ def test_its_figures_are_the_forecasts(page: Path, search: Search) -> None:
     for i, num_tokens in enumerate(LENGTHS[:4]):
         forecast = search.forecast(search.rungs[0], num_tokens)
         assert data["formats"]["none"][0][i]["causes"] == forecast.by_cause
-    assert data == json.loads(json.dumps(page_data(search, Limits(12 * GIB, 64 * GIB), 4096, "smollm2 <135m>")))
+    assert data == json.loads(
+        json.dumps(page_data(search, Limits(12 * GIB, 64 * GIB), 4096, "smollm2 <135m>", other(search)))
+    )
 
 
 @pytest.mark.skipif(browser.PATH is None, reason="no chromium or chrome found to open the page with")
@@ -87,7 +95,7 @@ def test_in_a_browser_keys_move_the_sliders_and_nothing_is_too_wide(page: Path, 
         shown.press("Tab", 2)
         assert shown.value("document.activeElement.id") == "quantize"
         shown.press("ArrowDown")
-        assert shown.value("document.getElementById('quantize').value") == "int8"
+        assert shown.value("document.getElementById('quantize').value") == "nf4"
         assert shown.value("document.querySelector('#legend li').textContent") != base
 
 

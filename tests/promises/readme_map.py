@@ -1,4 +1,4 @@
-"""The README's map: a line for each file, the sentence that opens it; run as a module it writes the map anew."""
+"""ARCHITECTURE.md's map: a line for each file, the sentence that opens it; run as a module it writes the map anew."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 TOP = Path(__file__).parents[2]
 SOURCE = TOP / "src" / "narrowboat"
+PAGE = TOP / "ARCHITECTURE.md"
 BEGIN, END = "<!-- map: begin -->", "<!-- map: end -->"
 
 
@@ -48,17 +49,15 @@ def the_map() -> str:
 
 
 def between(text: str) -> str:
-    """What stands between the marks of the README."""
+    """What stands between the marks of the page."""
     return text.split(BEGIN)[1].split(END)[0].strip()
 
 
 def main() -> None:
-    """Write the map into both READMEs."""
-    for name in ("README.md", "README.zh-CN.md"):
-        path = TOP / name
-        text = path.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        path.write_text(f"{before}{BEGIN}\n\n{the_map()}\n\n{END}{after}", encoding="utf-8")
+    """Write the map into ARCHITECTURE.md."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{the_map()}\n\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from narrowboat.optimizers.build import build_optimizer
 from narrowboat.options.schema import LoraOptions, Options
 from narrowboat.owner.meter import Meter, Reading
 from narrowboat.plan import MemoryPlan
-from narrowboat.planner.forecast import Forecast, Forecaster, Workload
+from narrowboat.planner.amounts import Forecast
+from narrowboat.planner.forecast import Forecaster, Workload
 from tests.memory.families import FAMILIES, SIZES
 
 WORST, MEDIAN = 0.02, 0.005

@@ -6,7 +6,6 @@ without indentation follows, then at blank lines, then at lines.
 
 from __future__ import annotations
 
-import importlib
 import re
 from functools import lru_cache
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowboat.data.boundaries import LINES, Cuts
+from narrowboat.machine.extras import require
 
 GRAMMARS = {
     "python": "tree_sitter_python",
@@ -44,14 +44,14 @@ def code(text: str, language: str) -> Cuts:
 
 @lru_cache
 def _parser(language: str) -> Any:
-    """A parser, or None where there is no grammar."""
+    """A parser, or None where there is no grammar.
+
+    Raises:
+        MachineError: there is one, and it is not installed.
+    """
     if language not in GRAMMARS:
         return None
-    try:
-        tree_sitter = importlib.import_module("tree_sitter")
-        grammar = importlib.import_module(GRAMMARS[language])
-    except ImportError:
-        return None
+    tree_sitter, grammar = (require(name, f"cutting {language} code") for name in ("tree_sitter", GRAMMARS[language]))
     make = getattr(grammar, "language", None) or grammar.language_tsx
     return tree_sitter.Parser(tree_sitter.Language(make()))
 

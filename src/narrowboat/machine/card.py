@@ -13,25 +13,12 @@ import psutil
 import pynvml
 import torch
 
-Capability = tuple[int, int]
-"""A card's compute capability: 7.5 of a T4, 8.0 of an A100, 8.9 of an RTX 4090, 9.0 of an H100."""
+from narrowboat.machine.rates import USUAL_CONTEXT_BYTES, Capability
 
 GRANULE_BYTES = 512
 """Every tensor takes a multiple of it."""
 
-HANDLES = 2
-"""Threads that multiply, each with a workspace: the one that goes forwards, and autograd's own."""
-
-USUAL_CONTEXT_BYTES = 480 * 2**20
-"""Of a driver's context where nobody can measure it: published figures lie between 300 and 500 MiB."""
-
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def workspace_bytes(capability: Capability) -> int:
-    """What cuBLAS holds between two products, for all threads; it is part of what the allocator calls allocated."""
-    one = 32 * 2**20 if capability >= (9, 0) else 2 * 4096 * 1024 + 8 * 16 * 1024
-    return HANDLES * one
 
 
 def multiplies_bfloat16(capability: Capability) -> bool:

@@ -23,6 +23,8 @@ GROUP_OF = {
     "sacrebleu": "eval",
     "wandb": "monitor",
     "mlflow": "monitor",
+    "tensorboard": "tensorboard",
+    "tree_sitter": "code",
 }
 
 
@@ -39,8 +41,13 @@ def require(module: str, option: str) -> Any:
     except ImportError as error:
         why = "is not installed" if error.name == package else f"cannot be loaded: {error}"
         raise MachineError(
-            f"{option} needs {package}, which {why}. Install it with: pip install 'narrowboat[{GROUP_OF[package]}]'"
+            f"{option} needs {package}, which {why}. Install it with: pip install 'narrowboat[{_group(package)}]'"
         ) from None
+
+
+def _group(package: str) -> str:
+    """``tree_sitter_python`` comes with ``tree_sitter``."""
+    return next(group for name, group in GROUP_OF.items() if package.startswith(name))
 
 
 def import_hushed() -> None:

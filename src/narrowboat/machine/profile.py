@@ -16,53 +16,14 @@ from pathlib import Path
 import torch
 
 from narrowboat.machine.caches import cache_folder, make_private
-from narrowboat.machine.card import USUAL_CONTEXT_BYTES, Capability, context_bytes, workspace_bytes
+from narrowboat.machine.card import context_bytes
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import name_of
+from narrowboat.machine.rates import Margin, Rates, card_margin
 from narrowboat.units import MIB
 
 MEASURED_SECONDS = 0.15
 """Time spent on each rate."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device does in a second.
-
-    Attributes:
-        products: floating-point operations of matrix products.
-        attention: floating-point operations of attention.
-        moved_bytes: bytes read and written by everything else.
-        call_seconds: what an operator costs however small it is.
-        host_bytes: bytes between the device and host memory.
-        disk_bytes: bytes to and from the scratch folder.
-    """
-
-    products: float
-    attention: float
-    moved_bytes: float
-    call_seconds: float
-    host_bytes: float
-    disk_bytes: float
-
-
-@dataclass(frozen=True)
-class Margin:
-    """What a card holds beside our tensors.
-
-    Attributes:
-        context_bytes: the driver's, whatever happens.
-        workspace_bytes: of the libraries that multiply; the allocator counts them as allocated.
-        share: of what the tensors take, lost in holes between them.
-    """
-
-    context_bytes: int = 0
-    workspace_bytes: int = 0
-    share: float = 0.0
-
-    def of(self, tensor_bytes: int) -> int:
-        """Bytes beside ``tensor_bytes``."""
-        return self.context_bytes + self.workspace_bytes + int(self.share * tensor_bytes)
 
 
 @dataclass(frozen=True)
@@ -119,15 +80,6 @@ def margin_of(device: torch.device) -> Margin:
     if device.type != "cuda":
         return Margin()
     return card_margin(torch.cuda.get_device_capability(device), context_bytes(device))
-
-
-def card_margin(capability: Capability, context_bytes: int = USUAL_CONTEXT_BYTES) -> Margin:
-    """Of a card of that kind."""
-    return Margin(context_bytes, workspace_bytes(capability), HOLES)
-
-
-HOLES = 0.02
-"""Share of a card's tensors: blocks that grow leave holes of at most one page of 2 MiB each."""
 
 
 def _rate(device: torch.device, run: Callable[[], object], amount: float) -> float:

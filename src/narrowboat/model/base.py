@@ -13,7 +13,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
@@ -23,7 +22,7 @@ from narrowboat.events import Notice, Tell
 from narrowboat.machine.extras import quiet
 from narrowboat.machine.hardware import describe_device, device_memory
 from narrowboat.machine.precision import Precision, name_of
-from narrowboat.model import embedded, outside
+from narrowboat.model import embedded, hub, outside
 from narrowboat.model.classes import auto_class, class_and_config, leave_out_towers
 from narrowboat.model.empty import empty_base
 from narrowboat.model.loading import Taker, one_at_a_time
@@ -162,10 +161,15 @@ def model_folder(name: str, tell: Tell) -> Path:
     source = _source(name, tell)
     if Path(source).is_dir():
         return Path(source)
+    return _fetched(source)
+
+
+def _fetched(name: str, revision: str = "") -> Path:
     try:
-        return Path(snapshot_download(source, ignore_patterns=["*.gguf", "*.bin", "*.pt", "*.pth"]))
+        return hub.fetch(name, revision)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: its files cannot be fetched: {first_line(error)}") from None
+        at = f" at revision {revision}" if revision else ""
+        raise ModelError(f"{name}: its files{at} cannot be fetched: {first_line(error)}") from None
 
 
 def hush_transformers() -> None:
@@ -269,6 +273,8 @@ def _source(name: str, tell: Tell) -> str:
     if name.startswith((".", "~", "/")) or name.count("/") > 1 or folder.is_absolute():
         near = [str(place) for place in folder.parent.iterdir() if place.is_dir()] if folder.parent.is_dir() else []
         raise ModelError(f"{name}: there is no such folder{did_you_mean(str(folder), near)}")
+    if "@" in name:
+        return str(_fetched(*name.split("@", 1)))
     if "/" not in name:
         raise ModelError(
             f"{name} is no folder here and no hub name such as owner/model{did_you_mean(name, [embedded.NAME])}"

@@ -30,6 +30,7 @@ from narrowboat.machine.caches import cache_folder, filling
 from narrowboat.units import format_bytes, format_seconds
 
 NAME = "smollm2-135m"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MANIFEST = "whole.json"
 
 

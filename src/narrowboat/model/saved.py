@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -70,21 +70,32 @@ def contents(model: PeftModel) -> Contents:
     return Contents(tensors, {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()})
 
 
-def save_adapter(model: PeftModel, folder: Path, note: Mapping[str, Any] = {}) -> None:
+def save_adapter(
+    model: PeftModel,
+    folder: Path,
+    note: Mapping[str, Any] = {},
+    base: str = "",
+    beside: Callable[[Draft], None] = lambda draft: None,
+) -> None:
     """Write the adapter as a plain PEFT folder, whole or not at all; an older one in its place is replaced.
 
     Args:
         model: with its adapter.
         folder: where it goes.
         note: what its manifest says beside the files.
+        base: what the configuration calls the base model; the model's own name for itself if empty.
+        beside: writes further files into the folder.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; what was there is there still.
     """
     adapter = contents(model)
+    if base:
+        adapter = replace(adapter, config={**adapter.config, "base_model_name_or_path": base})
     try:
         with whole(folder) as draft:
             adapter.write(draft, note=note)
+            beside(draft)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: the adapter was not saved: {error.strerror or error}. It takes "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from narrowboat.events import Event, RunStarted
+from narrowboat.machine.extras import require
 from narrowboat.monitor.scalars import scalars, text
 
 if TYPE_CHECKING:
@@ -45,9 +46,8 @@ class TensorBoard:
 
     def _open(self) -> EventFileWriter:
         if self._writer is None:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self._writer = EventFileWriter(str(self._folder), flush_secs=FLUSH_SECONDS)
+            writer = require("tensorboard.summary.writer.event_file_writer", "tensorboard/")
+            self._writer = writer.EventFileWriter(str(self._folder), flush_secs=FLUSH_SECONDS)
         return self._writer
 
     def _write(self, step: int, scalars: dict[str, float]) -> None:
@@ -67,8 +67,9 @@ class TensorBoard:
         self._open().add_event(Record(wall_time=time.time(), step=step, summary=summary))
 
     def _forget_after(self, step: int) -> None:
+        writer = self._open()
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         start = SessionLog(status=SessionLog.START)
-        self._open().add_event(Record(wall_time=time.time(), step=step + 1, session_log=start))
+        writer.add_event(Record(wall_time=time.time(), step=step + 1, session_log=start))

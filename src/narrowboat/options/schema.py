@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -66,21 +66,32 @@ class ModelOptions(Group):
         description="A transformers causal language model: a folder, a hub name, or smollm2-135m, which every machine "
         "with a package index can fetch.",
     )
+    revision: str = Field(
+        "", description="A branch, tag or commit of a hub's model, so that a later change of it changes nothing here."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the frozen weights; auto takes what the device does well."
     )
     quantize: Quantize = Field(
         "none",
-        description="What the base's linear layers are held in. nf4: 4 bits with scales in 8 (bitsandbytes); "
-        "int4_weight: 4 bits in even steps (torchao); int8: and products in 8 bits (bitsandbytes); int8_weight: and "
-        "products in model.dtype (torchao).",
+        description="Number format of the base's linear layers. nf4: 4-bit NormalFloat (bitsandbytes); int4_weight: "
+        "4-bit integers (torchao); int8: 8-bit integers, multiplied in 8 bits (bitsandbytes); int8_weight: 8-bit "
+        "integers, multiplied in model.dtype (torchao).",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where to train; auto takes a CUDA card if there is one."
+        "auto", description="Device to train on; auto takes a CUDA card if there is one."
     )
     trust_remote_code: bool = Field(
         False, description="Run Python code that comes with a model or tokenizer, as its author's; never asked for."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_with_revision(cls, values: Any) -> Any:
+        """From here on the name is ``owner/model@revision``, so that wherever it goes, the revision goes too."""
+        if isinstance(values, dict) and (revision := values.get("revision")):
+            return values | {"name": f"{str(values.get('name', '')).partition('@')[0]}@{revision}"}
+        return values
 
 
 class AttentionOptions(Group):
@@ -88,8 +99,8 @@ class AttentionOptions(Group):
 
     scheme: Literal["full", "window", "shifted"] = Field(
         "full",
-        description="full; window: the last attention.window tokens in every layer; shifted: half of the heads in "
-        "groups of so many tokens, the others half a group further on, while training (LongLoRA).",
+        description="full: every earlier token; window: the last attention.window tokens, in every layer; shifted: "
+        "groups of attention.window tokens, which half of the heads shift by half a group (LongLoRA, training only).",
     )
     window: int = Field(2048, ge=2, description="Tokens of the window or group.")
 
@@ -103,22 +114,25 @@ class LoraOptions(Group):
         "the carry leaves out, with alpha / rank as for 16.",
     )
     alpha: float = Field(32.0, gt=0, description="Scale: what the adapter adds is multiplied by alpha / rank.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Share of the adapter's inputs zeroed while training.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of the adapter's inputs that is set to zero in training."
+    )
     targets: Names = Field(
         ("all-linear",),
         min_length=1,
-        description="Modules that get an adapter: the end of their name or all of it, re: and an expression for it, or "
-        "all-linear for every linear layer but the head.",
+        description="Modules that get an adapter: a full module name or its last parts (q_proj), a regular expression "
+        "after re:, or all-linear for every linear layer except the head.",
     )
     bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained as well.")
     variants: Variants = Field(
         (),
-        description="rslora: scale by alpha / sqrt(rank); dora: direction and magnitude apart; fa: A stays as it "
-        "began, only B learns.",
+        description="rslora: scale by alpha / sqrt(rank); dora: train magnitude and direction separately; fa: keep A "
+        "fixed and train only B.",
     )
     init: Literal["default", "pissa", "loftq"] = Field(
         "default",
-        description="How A and B begin. pissa: as the base's main directions; loftq: as what quantising took from it.",
+        description="Initial values of A and B. pissa: the principal components of the base weights; loftq: the error "
+        "that quantising made.",
     )
     rank_by_layer: RankEntries = Field(
         (),
@@ -297,8 +311,8 @@ class MemoryOptions(Group):
         0.9,
         gt=0,
         le=1,
-        description="Share of the budget above which a run steps down to a thriftier plan; below 0.7 of that it may "
-        "step up again.",
+        description="Share of the budget above which a run changes to a plan that takes less memory; below 0.7 of this "
+        "share it may change back.",
     )
     plan: Literal["auto", "keep", "recompute", "stream"] = Field(
         "auto", description="auto: the fastest plan that fits the budget; or the name of one."
@@ -343,8 +357,8 @@ class CarryOptions(Group):
     )
     gradients: Annotated[str, BeforeValidator(_carry_gradients)] = Field(
         "cut",
-        description="How far back a segment's loss reaches. cut: not beyond its own tokens, one pass; exact: to all "
-        "segments of its document, whose layers run once more; a number: within so many segments, then cut.",
+        description="How far back gradients flow. cut: within the segment; exact: through all segments of the "
+        "document, whose layers then run once more; a number: through that many segments.",
     )
     positions: Literal["kept", "rebased"] = Field(
         "kept", description="Positions of a segment: the document's, or counted from the carried tokens on."
@@ -461,6 +475,18 @@ class TrainOptions(Group):
         None, gt=0, description="Minutes after which the run is saved and ends, as after SIGTERM: exit code 143."
     )
     evaluate_every: int = Field(0, ge=0, description="Steps between held-out evaluations; 0 evaluates first and last.")
+    patience: int = Field(
+        0,
+        ge=0,
+        description="Early stopping: end the run after this many held-out evaluations in a row without a lower loss; "
+        "0 never. train.keep_best keeps the best adapter.",
+    )
+
+    @model_validator(mode="after")
+    def _patience_needs_evaluations(self) -> TrainOptions:
+        if self.patience and not self.evaluate_every:
+            raise ValueError(f"train.patience: {self.patience} counts evaluations; set train.evaluate_every as well")
+        return self
 
 
 class EvaluateOptions(Group):

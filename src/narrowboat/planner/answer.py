@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowboat.errors import BudgetError
-from narrowboat.model.anatomy import num_positions
 from narrowboat.options.schema import Options
-from narrowboat.planner.forecast import Forecast
+from narrowboat.planner.amounts import Forecast
 from narrowboat.planner.search import LENGTH_STEP, Search
 from narrowboat.planner.target import Limits
 
@@ -45,6 +44,7 @@ class Choice:
             "description": forecast.plan.describe(),
             "forecast": bytes_of(forecast),
             "seconds_per_step": forecast.seconds,
+            "seconds_per_step_range": forecast.seconds_range,
         }
 
 
@@ -75,6 +75,7 @@ class Answer:
             "plan": best.forecast.plan.model_dump(),
             "forecast": bytes_of(best.forecast),
             "seconds_per_step": best.forecast.seconds,
+            "seconds_per_step_range": best.forecast.seconds_range,
             "alternatives": [choice.as_dict() for choice in self.alternatives],
         }
 
@@ -170,7 +171,7 @@ def _lengths(search: Search, num_tokens: int, limits: Limits) -> Iterator[Choice
 
 
 def _notes(search: Search, best: Forecast) -> list[str]:
-    positions = num_positions(search.work.config.get_text_config())
+    positions = search.work.positions
     if positions and best.num_tokens > positions:
         return [
             f"{best.num_tokens:,} tokens are more than the model's {positions:,} positions: RoPE scaling by a factor "

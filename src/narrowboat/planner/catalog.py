@@ -12,13 +12,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from transformers import AutoConfig
-
 from narrowboat.errors import OptionError, cut, did_you_mean
-from narrowboat.machine.card import Capability
-from narrowboat.machine.profile import Rates, card_margin
+from narrowboat.machine.rates import Capability, Rates, card_margin
 from narrowboat.planner.target import Target
-from narrowboat.units import MIB
+from narrowboat.units import GIB, MIB
 
 REACHED = 0.5
 """What a run reaches of a card's published peaks."""
@@ -64,16 +61,35 @@ def card_names() -> list[str]:
     return list(_data()["cards"])
 
 
-def model_config(name: str) -> Any | None:
-    """The configuration of the model ``name``, or None where the catalogue does not have it."""
+def fields_of(name: str) -> dict[str, Any] | None:
+    """The configuration's fields of the model ``name``, or None where the catalogue does not have it."""
     key = _key(name)
     for known, fields in _data()["models"].items():
         if key in (known, _key(fields["source"])):
             shapes = {field: value for field, value in fields.items() if field not in ("source", "num_parameters")}
             if shapes.get("sliding_window") == 0:  # TOML has no null
                 shapes["sliding_window"] = None
-            return AutoConfig.for_model(**shapes)
+            return shapes
     return None
+
+
+def model_config(name: str) -> Any | None:
+    """The transformers configuration of the model ``name``, or None where the catalogue does not have it."""
+    fields = fields_of(name)
+    if fields is None:
+        return None
+    from transformers import AutoConfig  # takes seconds to import, and is not needed where curves are at hand
+
+    return AutoConfig.for_model(**fields)
+
+
+def name_of_shape(fields: dict[str, Any]) -> str:
+    """The first model of the catalogue with the shapes ``fields``, whose curves are those of all others."""
+
+    def shape(fields: dict[str, Any] | None) -> dict[str, Any]:
+        return {name: value for name, value in (fields or {}).items() if name != "max_position_embeddings"}
+
+    return next(name for name in model_names() if shape(fields_of(name)) == shape(fields))
 
 
 def num_parameters(name: str) -> int | None:
@@ -95,6 +111,15 @@ def card(name: str) -> Card:
     return Card(key, fields["memory_mib"] * MIB, fields["tflops"], fields["bandwidth_gbs"], tuple(fields["capability"]))
 
 
+def rates_of_size(memory_bytes: int) -> tuple[Rates, ...]:
+    """What the cards of that size do: the smallest that have ``memory_bytes``, give or take half a GiB."""
+    cards = [card(name) for name in card_names()]
+    sizes = sorted({round(each.memory_bytes / GIB) for each in cards})
+    size = next((size for size in sizes if size * GIB >= memory_bytes - GIB // 2), None)
+    of_size = (each.target.rates for each in cards if round(each.memory_bytes / GIB) == size)
+    return tuple(rates for rates in of_size if rates is not None)
+
+
 @cache
 def _data() -> dict[str, Any]:
     return tomllib.loads(files("narrowboat.planner").joinpath("catalog.toml").read_text(encoding="utf-8"))
@@ -102,7 +127,7 @@ def _data() -> dict[str, Any]:
 
 def _key(name: str) -> str:
     """``Llama-3.1-8B-Instruct`` and ``meta-llama/llama-3.1-8b`` are one."""
-    key = name.split(",")[0].rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    key = name.split(",")[0].partition("@")[0].rsplit("/", 1)[-1].lower().removeprefix("meta-")
     for variant in _VARIANTS:
         key = key.removesuffix(variant)
     return key

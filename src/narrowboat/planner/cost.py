@@ -5,8 +5,8 @@ On a card, what travels to and from host memory does so beside the arithmetic; i
 
 from __future__ import annotations
 
-from narrowboat.machine.profile import Rates
-from narrowboat.planner.recorder import Work
+from narrowboat.machine.rates import Rates
+from narrowboat.planner.amounts import Work
 
 
 def seconds(work: Work, rates: Rates, on_card: bool) -> float:

@@ -8,7 +8,8 @@ moment by moment and operator by operator, and the largest one is the peak. Seco
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,8 +26,8 @@ from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.driving import AVERAGING
 from narrowboat.options.schema import Options
 from narrowboat.owner.causes import BASE_WEIGHTS
-from narrowboat.plan import MemoryPlan
-from narrowboat.planner.recorder import Work
+from narrowboat.plan import LayerMode, MemoryPlan
+from narrowboat.planner.amounts import Forecast
 from narrowboat.planner.rehearsal import EVALUATION, READING, STEP, Rehearsal, Trace, cut_to
 from narrowboat.planner.sample import Sample, sample_layers, whole_sample
 from narrowboat.planner.whole import Whole, carry_on, total
@@ -47,6 +48,7 @@ class Workload:
         stored: format of the weights in the model's files, where they are used as they lie if it is ``dtype``; None if
             that is not known.
         trains: whether steps are taken; else rows are only evaluated.
+        is_shipped: never; curves that come with the package are another work.
     """
 
     config: Any
@@ -55,29 +57,12 @@ class Workload:
     on_card: bool = False
     stored: torch.dtype | None = None
     trains: bool = True
+    is_shipped: bool = False
 
-
-@dataclass(frozen=True)
-class Forecast:
-    """What a step over ``num_rows`` rows of ``num_tokens`` tokens takes under ``plan``.
-
-    ``by_cause`` holds the device's bytes at its peak; host and disk have peaks of their own. ``weights_away_bytes`` is
-    what of those are weights, ``file_bytes`` those that stay pages of the model's own files. ``phases`` is the device's
-    peak in each phase of a run, where that was asked for.
-    """
-
-    plan: MemoryPlan
-    num_rows: int
-    num_tokens: int
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    by_cause: dict[str, int]
-    work: Work
-    weights_away_bytes: int = 0
-    file_bytes: int = 0
-    phases: dict[str, int] = field(default_factory=dict)
-    seconds: float | None = None
+    @property
+    def positions(self) -> int | None:
+        """Tokens that the model was made for, where its configuration says so."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
 
 class Forecaster:
@@ -132,6 +117,11 @@ class Forecaster:
             "saving": resting,
             "leaving": resting,
         }
+
+    @property
+    def refused(self) -> Mapping[LayerMode, str]:
+        """For each kind of plan that is not right for the model, why."""
+        return self.contract.refused
 
     @cached_property
     def layer_bytes(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -17,16 +17,18 @@ from typing import Any
 from narrowboat.errors import MachineError
 from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan
+from narrowboat.planner.amounts import Forecast
 from narrowboat.planner.search import Search
 from narrowboat.planner.target import Limits
 
+Other = Callable[[Options], Search]
 LENGTHS = tuple(1024 * 2**i for i in range(12))
-QUANTIZED = ("none", "nf4", "int8")
+QUANTIZED = ("none", "nf4")
 SHOWN_RUNGS = 7
 
 
-def write_page(search: Search, limits: Limits, num_tokens: int, title: str, path: Path) -> None:
-    """Write the page for ``search``'s workload to ``path``; takes about a minute.
+def write_page(search: Search, limits: Limits, num_tokens: int, title: str, path: Path, other: Other) -> None:
+    """Write the page for ``search``'s workload to ``path``; ``other`` gives plans for it under other options.
 
     Raises:
         MachineError: the file cannot be written.
@@ -34,7 +36,7 @@ def write_page(search: Search, limits: Limits, num_tokens: int, title: str, path
     page = files("narrowboat.planner").joinpath("page.html").read_text(encoding="utf-8")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(filled(page, page_data(search, limits, num_tokens, title)), encoding="utf-8")
+        path.write_text(filled(page, page_data(search, limits, num_tokens, title, other)), encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise MachineError(f"{str(path)[:200]}: the page cannot be written: {reason}") from None
@@ -46,13 +48,14 @@ def filled(page: str, data: dict[str, Any]) -> str:
     return re.sub(r"\{\{(title|data)\}\}", lambda place: parts[place[1]], page)
 
 
-def page_data(search: Search, limits: Limits, num_tokens: int, title: str) -> dict[str, Any]:
+def page_data(search: Search, limits: Limits, num_tokens: int, title: str, other: Other) -> dict[str, Any]:
     """What the page knows: for each rung and number format the bytes at some lengths, and what a rank adds."""
     options, rank = search.work.options, int(search.work.options.lora.rank)
     rungs = _some(search.rungs)
     as_is = options.model.quantize
-    formats = {name: _lines(_variant(search, _quantized(options, name)), rungs) for name in {*QUANTIZED, as_is}}
-    twice = _lines(_variant(search, _ranked(options, 2 * rank)), rungs)
+    searches = {name: other(_quantized(options, name)) for name in QUANTIZED if name != as_is} | {as_is: search}
+    formats = {name: _lines(each, rungs) for name, each in searches.items()}
+    twice = _lines(other(_ranked(options, 2 * rank)), rungs)
     return {
         "title": title,
         "tokens": num_tokens,
@@ -75,23 +78,13 @@ def _some(rungs: tuple[MemoryPlan, ...]) -> tuple[MemoryPlan, ...]:
 
 
 def _lines(search: Search, rungs: tuple[MemoryPlan, ...]) -> list[list[dict[str, Any]]]:
-    """For each rung and length: bytes by cause, host, disk, and seconds."""
-    found = []
-    for plan in rungs:
-        forecasts = [search.forecast(plan, num_tokens, many=True) for num_tokens in LENGTHS]
-        found.append(
-            [
-                {"causes": f.by_cause, "host": f.host_bytes, "disk": f.disk_bytes, "seconds": f.seconds}
-                for f in forecasts
-            ]
-        )
-    return found
+    """For each rung and length: bytes by cause, host, disk, and seconds on the fastest and the slowest card."""
+    return [[_amounts(search.forecast(plan, num_tokens, many=True)) for num_tokens in LENGTHS] for plan in rungs]
 
 
-def _variant(search: Search, options: Options) -> Search:
-    if options == search.work.options:
-        return search
-    return Search(replace(search.work, options=options), search.target)
+def _amounts(found: Forecast) -> dict[str, Any]:
+    seconds = found.seconds_range or (None if found.seconds is None else (found.seconds, found.seconds))
+    return {"causes": found.by_cause, "host": found.host_bytes, "disk": found.disk_bytes, "seconds": seconds}
 
 
 def _quantized(options: Options, name: str) -> Options:

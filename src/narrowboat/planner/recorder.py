@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -20,6 +19,7 @@ from narrowboat.machine.precision import parts_of
 from narrowboat.owner.causes import WORKING_SET, Where
 from narrowboat.owner.meter import Meter, Slot
 from narrowboat.owner.values import repeats
+from narrowboat.planner.amounts import Work
 
 Bytes = dict[Slot, int]
 Moment = tuple[str, int]
@@ -38,38 +38,6 @@ _DEVICE = torch.ops.prim.device.default
 _COPY = torch.ops.aten.copy_.default
 READS_AFTER = 2
 """How often a CPU reads a layer's input where it lies: for keys and values, and for the rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a device has to do.
-
-    Attributes:
-        products: floating-point operations of matrix products.
-        attention: floating-point operations of attention.
-        moved_bytes: read and written by all other operators.
-        calls: of operators.
-        host_bytes: travelling between device and host.
-        disk_bytes: travelling between device and scratch file.
-    """
-
-    products: float = 0
-    attention: float = 0
-    moved_bytes: float = 0
-    calls: float = 0
-    host_bytes: float = 0
-    disk_bytes: float = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(self.counts, other.counts, strict=True)))
-
-    def __mul__(self, times: float) -> Work:
-        return Work(*(a * times for a in self.counts))
-
-    @property
-    def counts(self) -> tuple[float, ...]:
-        """All of them, in order."""
-        return tuple(getattr(self, field) for field in self.__slots__)
 
 
 class Recorder(Meter):

@@ -24,8 +24,9 @@ from narrowboat.model.leaves import frozen_leaves
 from narrowboat.model.miniature import keep_layers
 from narrowboat.owner.owner import Owner
 from narrowboat.plan import MemoryPlan
+from narrowboat.planner.amounts import Work
 from narrowboat.planner.fakes import RememberingFakeMode
-from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Moment, Recorder, Slot, Work
+from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Moment, Recorder, Slot
 
 FIRST_TOKENS = 8
 
@@ -105,6 +106,7 @@ class Rehearsal:
         recorder = self._recorder
         recorder.forget()
         with self._fakes, recorder, self._moments():
+            self._engine.replan(plan.model_copy(update={"inputs": "device"}))  # gives back what a longer row had taken
             self._work(work, plan, num_rows, num_tokens)
             own = [self._own(layer.module) for layer in self._anatomy.layers]
         order = list(recorder.begun)

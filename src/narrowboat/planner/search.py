@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import cast
 
 from narrowboat.errors import AnatomyError, BudgetError
-from narrowboat.owner.causes import WORKING_SET
 from narrowboat.plan import LayerMode, MemoryPlan
+from narrowboat.planner.amounts import Forecast, Forecasts
 from narrowboat.planner.cost import seconds
-from narrowboat.planner.forecast import Forecast, Forecaster, Workload
 from narrowboat.planner.ladder import Wanted, ladder
 from narrowboat.planner.target import Limits, Target
 from narrowboat.units import format_bytes
@@ -25,32 +24,36 @@ LOOK_AHEAD = 1
 LENGTH_STEP = 1024
 """Longest rows are found to this many tokens."""
 
+WORKING_SET = "working set"
+
 FIRST_GUESS, LONGEST_TOKENS = 2**16, 2**24
 
 
 class Search:
     """Plans for one workload on one machine; forecasts are made once."""
 
-    def __init__(self, work: Workload, target: Target, wanted: Wanted = "auto") -> None:
-        self.work, self.target = work, target
-        self._forecaster = Forecaster(work)
-        refused = self._forecaster.contract.refused
+    def __init__(self, forecasts: Forecasts, target: Target, wanted: Wanted = "auto") -> None:
+        self.work, self.target = forecasts.work, target
+        self._forecaster = forecasts
+        refused = forecasts.refused
         self.rungs = tuple(ladder(target.on_card, refused, wanted))
         if not self.rungs:
             raise AnatomyError(
-                f"memory.plan: {wanted} does not give right gradients for {work.config.model_type}: "
+                f"memory.plan: {wanted} does not give right gradients for this model: "
                 f"{refused[cast(LayerMode, wanted)]}; use memory.plan: auto."
             )
 
     def forecast(self, plan: MemoryPlan, num_tokens: int, num_rows: int = 1, many: bool = False) -> Forecast:
         """With margin and seconds; ``many`` as for ``Forecaster.forecast``."""
         bare = self._forecaster.forecast(plan, num_tokens, num_rows, many)
-        rates, margin = self.target.rates, self.target.margin.of(bare.device_bytes)
+        target, margin = self.target, self.target.margin.of(bare.device_bytes)
+        range_ = sorted(seconds(bare.work, rates, target.on_card) for rates in target.others)
         return replace(
             bare,
             device_bytes=bare.device_bytes + margin,
             by_cause=bare.by_cause | ({"margin": margin} if margin else {}),
-            seconds=None if rates is None else seconds(bare.work, rates, self.target.on_card),
+            seconds=None if target.rates is None else seconds(bare.work, target.rates, target.on_card),
+            seconds_range=(range_[0], range_[-1]) if range_ else None,
         )
 
     def in_every_phase(self, found: Forecast) -> Forecast:
@@ -79,7 +82,7 @@ class Search:
             if limits.allow(found):
                 near = (self.forecast(other, num_tokens) for other in rungs[i + 1 : i + 1 + LOOK_AHEAD])
                 fitting = [found, *(other for other in near if limits.allow(other))]
-                best = min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.seconds or 0)
+                best = min((self._keep_layers(each, limits) for each in fitting), key=lambda each: each.slowest)
                 found = self.in_every_phase(best)
                 if limits.allow(found):
                     return found

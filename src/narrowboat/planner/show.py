@@ -8,8 +8,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from narrowboat.planner.amounts import Forecast
 from narrowboat.planner.answer import Answer, Choice
-from narrowboat.planner.forecast import Forecast
 from narrowboat.planner.target import Limits
 from narrowboat.units import format_bytes, format_seconds
 
@@ -84,7 +84,7 @@ def _table(title: str, choices: Sequence[Choice], limits: Limits) -> Table:
             format_bytes(forecast.device_bytes),
             format_bytes(forecast.host_bytes) if forecast.host_bytes else "",
             format_bytes(forecast.disk_bytes) if forecast.disk_bytes else "",
-            "" if forecast.seconds is None else format_seconds(forecast.seconds),
+            seconds_of(forecast),
         )
     return table
 
@@ -95,5 +95,17 @@ def _where_else(forecast: Forecast) -> str:
     return f"; {' and '.join(used)} beside the device" if used else ""
 
 
+def seconds_of(forecast: Forecast) -> str:
+    """Of a step, or from the fastest to the slowest card of the size; empty where no rate is known."""
+    if forecast.seconds is not None:
+        return format_seconds(forecast.seconds)
+    if forecast.seconds_range is None:
+        return ""
+    fastest, slowest = map(format_seconds, forecast.seconds_range)
+    return fastest if fastest == slowest else f"{fastest} to {slowest}"
+
+
 def _time(forecast: Forecast) -> str:
-    return "" if forecast.seconds is None else f"; about {format_seconds(forecast.seconds)} a step"
+    seconds = seconds_of(forecast)
+    others = ", by the card" if forecast.seconds_range else ""
+    return f"; forecast {seconds} a step{others}" if seconds else ""

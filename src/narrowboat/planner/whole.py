@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, GRADIENTS, Where
-from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes, Work
+from narrowboat.planner.amounts import Work
+from narrowboat.planner.recorder import BACKWARD, FORWARD, LOSS, START, UPDATE, Bytes
 from narrowboat.planner.rehearsal import Part, Trace, minus
 from narrowboat.planner.sample import Sample
 

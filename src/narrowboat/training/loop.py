@@ -16,7 +16,7 @@ from narrowboat.data.store import Rows
 from narrowboat.data.trains import TrainSchedule
 from narrowboat.engine.engine import Engine, Outcome
 from narrowboat.errors import CheckpointError, Interrupted, ModelError
-from narrowboat.events import Evaluated, StepDone, Tell
+from narrowboat.events import Evaluated, Notice, StepDone, Tell
 from narrowboat.model.adapters import idle_adapters
 from narrowboat.model.anatomy import Anatomy
 from narrowboat.optimizers.schedule import learning_rate
@@ -106,6 +106,9 @@ class _Leg:
             while True:
                 if self._is_unmeasured:
                     self._measure()
+                if self._has_stalled:
+                    self._end_early()
+                    return
                 self._save_if_due()
                 if self.position.step >= self.course.num_steps or self.stop.is_asked:
                     break
@@ -127,6 +130,26 @@ class _Leg:
         while self.position.step == before and not self.stop.is_asked:
             self.position = _step(self.recovery, self.course, self.options, self.position, self.tell)
             self.saver.look()
+
+    @property
+    def _has_stalled(self) -> bool:
+        """Whether ``train.patience`` evaluations in a row brought nothing; the last step ends the run anyway."""
+        train, position = self.options.train, self.position
+        since_best = position.step - (position.best_step or 0)
+        is_last = position.step >= self.course.num_steps
+        return bool(train.patience) and not is_last and since_best >= train.patience * train.evaluate_every
+
+    def _end_early(self) -> None:
+        position, best, patience = self.position, self.position.best_heldout_loss, self.options.train.patience
+        lowest = "" if best is None else f" since step {position.best_step:,} ({best:.4f})"
+        self.tell(
+            Notice(
+                f"The run ends after step {position.step:,} of {self.course.num_steps:,}: {patience:,} evaluations in "
+                f"a row brought no lower held-out loss{lowest}."
+            )
+        )
+        self._save(at_once=True)
+        self.saver.settle()
 
     @property
     def _is_unmeasured(self) -> bool:

@@ -16,8 +16,8 @@ from narrowboat.events import Notice, Tell
 
 FREE = (
     "memory.", "evaluate.", "data.cache", "data.workers", "train.folder", "train.save_every", "train.keep_checkpoints",
-    "train.keep_best", "train.max_minutes", "train.evaluate_every", "optimizer.max_skipped", "model.trust_remote_code",
-    "train.monitor",
+    "train.keep_best", "train.max_minutes", "train.evaluate_every", "train.patience", "optimizer.max_skipped",
+    "model.trust_remote_code", "train.monitor",
 )  # fmt: skip
 """Options, or beginnings of them, that change nothing of the result."""
 
@@ -30,7 +30,7 @@ TOLD = (
 BY_CONTENT = {
     "data": ("data.", "segments.", "dialogues.", "packing."),
     "heldout": (),
-    "weights": ("model.name",),
+    "weights": ("model.name", "model.revision"),
     "tokenizer": (),
 }
 """What is judged by its content, and the options that act through it alone."""
