@@ -234,3 +234,29 @@ def test_the_first_line_comes_before_torch_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", code, "eval", "nowhere"], capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stderr.splitlines()[0] == "narrowboat: loading PyTorch and transformers"
+
+
+@pytest.mark.parametrize(
+    ("place", "doing"),
+    [("assembled", "loading the model"), ("train", "training under the plan"), ("choose", "planning")],
+)
+def test_what_nobody_foresaw_is_one_sentence_and_a_traceback_in_the_runs_folder(
+    place: str,
+    doing: str,
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(*given: object, **more: object) -> None:
+        raise AttributeError("no such thing\nand more")
+
+    monkeypatch.setattr(f"narrowboat.running.{place}", fails)
+    monkeypatch.setattr(sys, "argv", ["narrowboat", "train", str(run_file)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert left.value.code == 1
+    assert said.startswith(f"narrowboat: Llama: {doing}")
+    assert "failed with AttributeError: no such thing. Try another" in said
+    assert "in fails" in (tmp_path / "run" / "error.txt").read_text()

@@ -58,9 +58,10 @@ def test_a_state_that_cannot_be_handed_on_is_recomputed(family: str) -> None:
     assert not found.plans["recompute"] and found.plans["stream"]
 
 
-def test_one_in_fifteen_is_right_or_refused_by_name() -> None:
-    for found in outcomes(families()[::15]):
+def test_one_in_forty_is_right_or_refused_by_name() -> None:
+    for found in outcomes(families()[::40]):
         assert not found.wrong, found
+        assert not found.broke or found.broke.startswith("its defaults make no model"), found
 
 
 def test_an_encoder_is_refused_by_name() -> None:
@@ -166,7 +167,7 @@ def test_from_the_command_to_the_adapters_use(
     base = kind.from_pretrained(folder)
     ids = torch.arange(20, 40)[None]
     before = base(input_ids=ids).logits.detach()
-    model = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
+    model = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")  # a weight that is missing would be a warning
     assert not torch.equal(model(input_ids=ids).logits, before)
     names = [name for name, part in model.named_modules() if hasattr(part, "lora_A")]
     assert names and not any("vision" in name or "experts" in name for name in names)

@@ -70,11 +70,13 @@ def adapt(
     if differing:
         tell(Notice("ranks:\n" + table(carrying, options, differing, anatomy)))
     config = _configuration(model, options, matches, whole, differing, anatomy, tell)
+    targets = set(config.target_modules or ())
     try:
         with quiet():  # PEFT asks transformers for an attribute by its old name, and loads what it finds
             adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
     except (ValueError, TypeError) as error:
         raise ModelError(f"lora.targets = {', '.join(options.targets)} cannot all carry an adapter: {error}") from None
+    config.target_modules = targets  # PEFT shortens many names to ends, which towers that are left out here share
     make_trainable(adapted)
     _begin(adapted, options, read)
     speed_up(adapted)

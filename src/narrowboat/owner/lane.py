@@ -1,24 +1,20 @@
 """Copies between a card and host memory that run beside the arithmetic, and the waits that make them safe.
 
-A lane is a stream of its own. What is fetched lands in memory that the arithmetic's stream gave and takes back, and
-what is sent is held until its copy is done; so every block is free again in the order of the arithmetic, however far
-the host runs ahead, and a forecast counts what a card will hold. Two parts are under way at most. Costs no time as long
-as a part's arithmetic takes longer than its journey.
+A lane is a stream of its own. What is fetched lands in memory that the arithmetic's stream gave and takes back, so its
+block is free again in the order of the arithmetic, however far the host runs ahead. What is sent is free as soon as its
+copy is done; one part is under way while the next is made, and no more: then the arithmetic waits. Costs no time as
+long as a part's arithmetic takes longer than its journey.
 
 On a device without streams copies are made at once: the same tensors, alive for as long. A forecast runs that way.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-
-UNDER_WAY = 2
-"""Parts that may be on their way out: one that leaves while the next one is made."""
 
 
 @dataclass
@@ -44,7 +40,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._sent: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._sent: torch.cuda.Event | None = None
         self._porter: ThreadPoolExecutor | None = None
 
     def fetch(self, resting: Sequence[torch.Tensor], waits: bool = False) -> Arrival:
@@ -71,23 +67,22 @@ class Lane:
 
     def send(self, part: torch.Tensor, room: torch.Tensor) -> None:
         """Copy ``part`` to ``room`` on the host, after all that was asked for before."""
-        written = None
-        if self._device.type == "cuda":
-            lane = self._own_stream()
-            lane.wait_stream(self._here())
-            with torch.cuda.stream(lane):
-                room.copy_(part, non_blocking=True)
-                written = lane.record_event()
-        else:
+        if self._device.type != "cuda":
             room.copy_(part)
-        self._sent.append((part, written))
-        while len(self._sent) > UNDER_WAY:
-            self._let_go()
+            return
+        self.drain()
+        lane = self._own_stream()
+        lane.wait_stream(self._here())
+        with torch.cuda.stream(lane):
+            room.copy_(part, non_blocking=True)
+            self._sent = lane.record_event()
+        part.record_stream(lane)  # its block is not used anew before the copy is done
 
     def drain(self) -> None:
         """Nothing that was sent is needed any more once the arithmetic comes here."""
-        while self._sent:
-            self._let_go()
+        if self._sent is not None:
+            self._here().wait_event(self._sent)
+            self._sent = None
 
     def close(self) -> None:
         """Nobody is on the way any more."""
@@ -95,11 +90,6 @@ class Lane:
         if self._porter is not None:
             self._porter.shutdown()
             self._porter = None
-
-    def _let_go(self) -> None:
-        _, written = self._sent.popleft()
-        if written is not None:
-            self._here().wait_event(written)
 
     def _here(self) -> torch.cuda.Stream:
         """The arithmetic's."""
