@@ -274,6 +274,7 @@ def doctor(
 ) -> None:
     """Say what is wrong with a run, with evidence, cause and option; without one, measure this machine for plans."""
     if run is None:
+        _loading()
         from narrowboat import doctor as examining
 
         found = examining.examine()
@@ -306,6 +307,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result for machines.")] = False,
 ) -> None:
     """Measure an adapter against its base model: loss, perplexity by place, and answers with their scores."""
+    _loading()
     from narrowboat import api
 
     found = api.evaluate(folder, _say_notice, data, base, answers)

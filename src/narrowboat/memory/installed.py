@@ -264,7 +264,7 @@ class Installed:
         link = None if batch.given.carry is None else batch.given.carry.links[index]
         return Surroundings(
             layout=batch.layout if link is None else Layout.of(1, link.num_tokens),
-            before=partial(self._before_tile, index, batch),
+            before=partial(self._before_tile, index, batch.seeds, batch.given.offset, batch.layout.num_tokens),
             draws=self._whereabouts.draw if self._causal.training and not self._whereabouts.is_off else None,
             collect=partial(self._routers.collect, module),
             visit=partial(self.owner.weights.visit_layer, index),
@@ -300,10 +300,12 @@ class Installed:
         is_wanted = here.is_off or (self.contract.draws and self._causal.training and bool(here.seeds))
         return PlacedFunctions(here) if is_wanted else nullcontext()
 
-    def _before_tile(self, index: int, batch: _MicroBatch, start: int, stop: int) -> None:
-        self._at(batch.seeds, batch.given.offset, start, stop, layer=index)
+    def _before_tile(
+        self, index: int, seeds: Sequence[int], offset: int, num_tokens: int, start: int, stop: int
+    ) -> None:
+        self._at(seeds, offset, start, stop, layer=index)
         if torch.is_grad_enabled() or not self.underway.is_backwards:  # else keys and values are made again
-            self.underway.at(index, start, stop, batch.layout.num_tokens)
+            self.underway.at(index, start, stop, num_tokens)
 
     def _notice_backwards(self, index: int, out: torch.Tensor) -> None:
         """A layer that was kept is not called again; its output's gradient says when it is its turn."""

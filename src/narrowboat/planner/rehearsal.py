@@ -6,6 +6,7 @@ moment of its step is put together to the whole model's in ``forecast``.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class Rehearsal:
         recorder = self._recorder
         recorder.forget()
         with self._fakes, recorder, self._moments():
+            gc.collect()  # what an earlier one left in rings would be counted
             self._engine.replan(plan.model_copy(update={"inputs": "device"}))  # gives back what a longer row had taken
             self._work(work, plan, num_rows, num_tokens)
             own = [self._own(layer.module) for layer in self._anatomy.layers]
