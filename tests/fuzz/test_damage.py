@@ -25,7 +25,16 @@ from narrowboat.options.schema import Options
 from narrowboat.training.checkpoint import newest_checkpoint
 
 NUM_PLACES = int(os.environ.get("DAMAGE", "150"))
-NOT_READ = ("plan.json", "report.html", ".lock", "tensorboard")
+NOT_READ = (
+    "plan.json",
+    "report.html",
+    ".lock",
+    "tensorboard",
+    "adapter/README",
+    "adapter/chat_template",
+    "adapter/generation_config",
+    "adapter/tokenizer",
+)
 
 
 def is_noticed(run: Path, name: str) -> bool:
