@@ -11,7 +11,7 @@ DEMO_TOKENS ?= 2048
 DEMO_STEPS ?= 6
 DEMO_FOLDER ?= build/demo
 
-.PHONY: setup demo test torture check audit docs format clean
+.PHONY: setup demo test torture check audit docs test-card format clean
 
 setup: .venv/ready
 
@@ -54,6 +54,23 @@ audit: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The CUDA code on a double of each kind of card (tests/card/double): an environment of its own, 5.5 GB, no card needed.
+CARDS ?= 7.5 8.6 8.9 9.0
+
+test-card: .venv-card/ready
+	.venv-card/bin/python tests/card/double/build.py build/card > build/card.env
+	for card in $(CARDS); do \
+		env $$(cat build/card.env) CARD_MAJOR=$${card%.*} CARD_MINOR=$${card#*.} PYTHONPATH=src \
+			.venv-card/bin/python -m pytest -n 0 -p no:cacheprovider tests/card || exit 1; \
+	done
+
+.venv-card/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-card
+	mkdir -p build && grep -v '^torch==' constraints.txt > build/card-constraints.txt
+	.venv-card/bin/pip install --quiet torch
+	.venv-card/bin/pip install --quiet --constraint build/card-constraints.txt --group dev --editable '.[quant,optim]'
+	touch $@
 
 format: setup
 	$(BIN)/ruff format .

@@ -67,6 +67,8 @@ class Setting:
         for text in newer_than_tried():
             tell(Notice(text))
         device = pick_device(options.model.device)
+        if device.type == "cuda":
+            let_blocks_grow()  # before anything is measured there, which takes memory
         precision = choose_precision(dtype or options.model.dtype, device, options.model.quantize)  # type: ignore[arg-type]
         config = load_config(options.model.name, tell, options.model.trust_remote_code)
         tokenizer = load_tokenizer(options.model.name, tell, options.model.trust_remote_code)
@@ -138,8 +140,6 @@ def assembled(setting: Setting, wanted: Wanted, gauge: Gauge | None = None) -> I
 
 def new_gauge(setting: Setting, budget_bytes: int) -> Gauge:
     """One for the setting's device."""
-    if setting.device.type == "cuda":
-        let_blocks_grow()
     return Gauge(setting.device, budget_bytes, margin_of(setting.device).context_bytes)
 
 

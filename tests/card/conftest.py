@@ -7,7 +7,9 @@ numbers whether all is well is told that it is.
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,8 +30,17 @@ def numbers_are_well(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Of a small model with a tokenizer, as users have theirs."""
-    from tests.promises.test_forecast_of_every_phase import write_model
+def in_a_process() -> Callable[..., str]:
+    """Runs a program in a process that has not touched the card yet, and gives what it prints."""
 
-    return write_model(tmp_path / "model", hidden_size=256, intermediate_size=512)
+    def run(program: str, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert not done.returncode, done.stderr
+        return done.stdout
+
+    return run

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 
-import psutil
 import pynvml
 import torch
 
@@ -39,12 +39,13 @@ def let_blocks_grow() -> bool:
     return True
 
 
+@cache
 def context_bytes(device: torch.device) -> int:
     """What the driver holds for this process on ``device`` beside what torch took, other processes' memory left out.
 
     The first tensor makes the context, so what the card's used bytes grow by is its size; where there is one already,
     the driver knows what this process holds. Some drivers (in containers, on Windows) know no processes: then the
-    usual size is taken.
+    usual size is taken. Found out once, since only the first tensor can tell.
     """
     try:
         pynvml.nvmlInit()
@@ -62,6 +63,5 @@ def context_bytes(device: torch.device) -> int:
 
 
 def _of_this_process(card: object) -> int | None:
-    ids = {psutil.Process().pid}
     running = pynvml.nvmlDeviceGetComputeRunningProcesses(card)
-    return next((int(p.usedGpuMemory) for p in running if p.pid in ids and p.usedGpuMemory), None)
+    return next((int(p.usedGpuMemory) for p in running if p.pid == os.getpid() and p.usedGpuMemory), None)
