@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from narrowboat import api
-from narrowboat.errors import Interrupted
+from narrowboat.errors import Interrupted, ModelError
 from narrowboat.monitor.history import read_history
 from narrowboat.options.schema import Options
 from narrowboat.training import loop
@@ -53,7 +53,9 @@ def test_a_run_that_fails_says_how_far_it_came(
 
     options = run_options()
     in_step(3, fail, monkeypatch)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        ModelError, match=r"failed with RuntimeError: a cable was pulled\. Try another memory\.plan"
+    ) as failed:
         api.train(options, quiet=True)
     end = read_history(Path(options.train.folder) / "events.jsonl").sittings[-1].end
-    assert end is not None and (end.outcome, end.step, end.error) == ("failed", 2, "a cable was pulled")
+    assert end is not None and (end.outcome, end.step, end.error) == ("failed", 2, str(failed.value))

@@ -49,7 +49,7 @@ def test_what_is_shipped_is_what_a_rehearsal_says(
     assert curves is not None
     rehearsal = Forecaster(Workload(catalog.model_config("smollm2-135m"), options, torch.bfloat16, on_card=True))
     found, made = (each.forecast(plan, num_tokens) for each in (curves, rehearsal))
-    off = 0.015 if not plan.num_kept_layers else 0.08  # 8-bit states are a share of 32-bit ones; kept layers, a line
+    off = 0.01 if not plan.num_kept_layers else 0.08  # kept layers lie on a line above the step
     assert found.device_bytes == pytest.approx(made.device_bytes, rel=off)
     assert found.device_bytes > 0.99 * made.device_bytes
     assert found.host_bytes == pytest.approx(made.host_bytes, rel=0.04)

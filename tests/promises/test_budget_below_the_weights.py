@@ -111,7 +111,7 @@ def test_a_model_larger_than_the_budget(
     if len(words) == 1:
         found = json.loads(narrowboat("eval", str(tmp_path / "run"), "--json"))
         assert found["adapter"]["loss"] == pytest.approx(of(events, "Evaluated")[-1]["loss"], rel=1e-4)
-        assert found["adapter"]["answers"]
+        assert found["answers"]
         narrowboat("export", str(tmp_path / "run"), str(tmp_path / "merged"))
         assert (tmp_path / "merged" / "model.safetensors").stat().st_size == pytest.approx(weight_bytes, rel=0.02)
 

@@ -105,6 +105,6 @@ def test_every_phase_is_foreseen(plan: dict[str, Any], given: dict[str, Any], fo
     if "nf4" in given.values():  # whose library writes down what it quantised by, adapter or not: some KiB
         assert 0 <= read["saving"] - found.phases["saving"] < 50_000
         del errors["saving"]
-        assert abs(errors.pop("evaluation")) < 0.03  # +2.1 % with weights on disk in bfloat16; why is not known yet
+        assert -0.005 < errors.pop("evaluation") < 0.03  # gemm_4bit writes weights out inside of one operator as well
     assert {phase: f"{error:+.1%}" for phase, error in errors.items() if abs(error) > 0.02} == {}
     assert read["evaluation"] <= max(read["step"], read["first step"])

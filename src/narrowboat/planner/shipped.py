@@ -7,6 +7,7 @@ NF4 weights, adapters of any rank on all linear layers, AdamW with its states in
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -33,7 +34,8 @@ class Shipped:
         self.facts = Facts(content["num_layers"], content["layer_bytes"][quantize], content["refused"])
         self._plans, self._per_rank = content["plans"][quantize], content["per_rank"]
         self._further = int(options.lora.rank) - RANKS[0]
-        self._light = content["light_states"] if options.optimizer.name == LIGHT else 1.0
+        light = _at_rank(content["light_states"], int(options.lora.rank))
+        self._light = light if options.optimizer.name == LIGHT else 1.0
 
     def has(self, num_tokens: int) -> bool:
         """Nothing but knots is there."""
@@ -91,3 +93,9 @@ def _content(shape: str) -> dict[str, Any] | None:
 def _read(columns: dict[str, Any], place: int) -> Point:
     """One point of columns; a column that is one number is the same everywhere."""
     return {name: column[place] if isinstance(column, list) else column for name, column in columns.items()}
+
+
+def _at_rank(shares: Sequence[float], rank: int) -> float:
+    """A share of bytes that grow with the rank, where both are known at ``RANKS``: the bytes lie on a line."""
+    (first, last), (at_first, at_last) = RANKS, (share * known for share, known in zip(shares, RANKS, strict=True))
+    return (at_first + (at_last - at_first) * (rank - first) / (last - first)) / rank

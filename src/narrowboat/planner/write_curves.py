@@ -52,7 +52,7 @@ def content_of(name: str) -> dict[str, Any]:
             for quantize, forecaster in forecasters.items()
         },
         "per_rank": _per_rank(name, plain, [plan for plan in plans if plan.input_stride == 1]),
-        "light_states": _light_states(name, plain),
+        "light_states": _light_states(name),
     }
 
 
@@ -104,11 +104,14 @@ def _per_rank(name: str, plain: Forecaster, plans: list[MemoryPlan]) -> dict[str
     }
 
 
-def _light_states(name: str, plain: Forecaster) -> float:
-    light = forecaster_for(name, FORMATS[0], optimizer=LIGHT)
+def _light_states(name: str) -> list[float]:
+    """At each of ``RANKS``, what is left of AdamW's states: small tensors stay as they are."""
     plan = MemoryPlan(layers="recompute", chunk_tokens=512)
-    ours, theirs = (forecaster.forecast(plan, ENDS[0]).by_cause[STATES] for forecaster in (light, plain))
-    return round(ours / theirs, 6)
+
+    def states(rank: int, **optimizer: str) -> int:
+        return forecaster_for(name, FORMATS[0], rank, **optimizer).forecast(plan, ENDS[0]).by_cause[STATES]
+
+    return [round(states(rank, optimizer=LIGHT) / states(rank), 6) for rank in RANKS]
 
 
 if __name__ == "__main__":
