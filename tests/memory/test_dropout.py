@@ -81,3 +81,14 @@ def test_pytorchs_generator_is_left_alone() -> None:
     state = torch.get_rng_state()
     drop(*placed(), [1, 2], 0, 700, 3)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_attentions_weights_are_known_where_there_are_as_many_heads_as_tokens() -> None:
+    """A tile of four tokens of a layer with four heads was taken for tokens with rows of features, without a word."""
+    weights = torch.ones(8, 10, 10)  # two rows of four heads, flattened
+    dropout, here = placed()
+    here.seeds = [1, 2]
+    here.move(0, 10)
+    whole = dropout(weights)
+    here.move(6, 10)
+    assert torch.equal(dropout(weights[:, 6:]), whole[:, 6:])

@@ -35,11 +35,12 @@ WERE_WRONG = (
     "nanochat",  # one norm before and behind the layers
     "diffllama",  # values split behind the cache
     "modernbert-decoder",
-    "gpt2", "gpt_bigcode", "gemma3n_text", "recurrent_gemma", "bart", "mbart", "marian", "pegasus",
-    "blenderbot-small", "falcon", "beam",  # arguments by position, masks that are added to
+    "gpt2", "gemma3n_text", "recurrent_gemma", "bart", "falcon", "beam",  # arguments by position, masks that are added to
     "bloom", "mpt",  # no positions
     "gemma3", "qwen2_5_vl",  # text of models for pictures
     "deepseek_v3", "qwen3_next",
+    "falcon_h1",  # keys and states in one layer
+    "xglm",  # dropout of flattened heads in a tile of as many tokens
 )  # fmt: skip
 
 
@@ -58,8 +59,8 @@ def test_a_state_that_cannot_be_handed_on_is_recomputed(family: str) -> None:
     assert not found.plans["recompute"] and found.plans["stream"]
 
 
-def test_one_in_forty_is_right_or_refused_by_name() -> None:
-    for found in outcomes(families()[::40]):
+def test_one_in_fifty_is_right_or_refused_by_name() -> None:
+    for found in outcomes(families()[::50]):
         assert not found.wrong, found
         assert not found.broke or found.broke.startswith("its defaults make no model"), found
 
