@@ -45,13 +45,30 @@ PLANS = {
     "stream with a stride": MemoryPlan(layers="stream", tile_tokens=8, input_stride=2),
 }
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}}
+INDEXER = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
+ROPES = {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), SECTIONS["rope_parameters"])}
 STATED: dict[str, dict[str, Any]] = {
     **{name: {"text_config": SECTIONS | {"head_dim": 128}} for name in ("qwen2_vl", "qwen2_5_vl")},
     **{name: {"head_dim": 64} for name in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")},
     "nemotron": {"num_key_value_heads": 8},
-    "dots1": {"n_routed_experts": 8},
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8}},
+    **dict.fromkeys(("qwen4_exp_text",), INDEXER),
+    "qwen4_exp": {"text_config": INDEXER},
+    **dict.fromkeys(("cohere_compass_text",), ROPES),
+    "cohere_compass": {"text_config": ROPES},
+    "reformer": {"axial_pos_embds": False},
 }
 """What real configurations state where defaults leave it open."""
 
@@ -141,7 +158,8 @@ def _gradients(
         if plan is None:
             stack.enter_context(PlacedFunctions(Whereabouts(is_off=True)))
             stack.enter_context(Switch(model).to("eager"))
-            batch = batch | {name: False for name in ("use_cache",) if takes(model.forward, name)}
+            if takes(model.forward, "use_cache") or takes(model.forward, "kwargs"):
+                batch = {**batch, "use_cache": False}
         elif contract is None:
             stack.enter_context(install(model, plan))
         else:
