@@ -241,7 +241,7 @@ class Installed:
         module = self._layers[index].module
         link = None if batch.given.carry is None else batch.given.carry.links[index]
         return Surroundings(
-            layout=batch.layout if link is None else Layout.of(1, link.num_tokens),
+            layout=batch.layout if link is None else link.layout,
             before=partial(self._before_tile, index, batch.seeds, batch.given.offset, batch.layout.num_tokens),
             draws=self._whereabouts.draw if self._causal.training and not self._whereabouts.is_off else None,
             collect=partial(self._routers.collect, module),

@@ -78,6 +78,7 @@ class Rehearsal:
         build_optimizer: over the model's named parameters; None for a model that only evaluates.
         clip_norm: the engine's.
         on_card: count what a card's operators take for themselves as well.
+        answer_tokens: that may be written behind what is read.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class Rehearsal:
         build_optimizer: Callable[[Any], torch.optim.Optimizer] | None,
         clip_norm: float,
         on_card: bool = False,
+        answer_tokens: int = 0,
     ) -> None:
-        self._anatomy = Anatomy.of(model)
+        self._anatomy, self._answer_tokens = Anatomy.of(model), answer_tokens
         self._fakes, self._recorder = RememberingFakeMode(), Recorder(on_card)
         with self._fakes:
             give_fake_tensors(model)
@@ -127,7 +129,7 @@ class Rehearsal:
         if work == EVALUATION:
             self._engine.evaluate(rows)
         elif work == READING:
-            reading = self._engine.reading(num_tokens)
+            reading = self._engine.reading(num_tokens + self._answer_tokens)
             self._engine.read_on(reading, torch.zeros(1, num_tokens, dtype=torch.long))
             reading.release()
         else:
