@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from narrowboat.memory.kernels import Scores
 from narrowboat.memory.layout import Span
+from narrowboat.memory.scores import Scores
 from narrowboat.owner.inputs import Room, Store
 
 
