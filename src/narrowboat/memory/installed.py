@@ -24,7 +24,6 @@ from narrowboat.memory.contract import Contract
 from narrowboat.memory.dropout import PlacedDropout, PlacedFunctions, Whereabouts
 from narrowboat.memory.layer_call import CACHE_NAMES, LayerCall
 from narrowboat.memory.layer_stream import stream_layer
-from narrowboat.memory.layout import Layout
 from narrowboat.memory.micro_batch import MicroBatch, refuse_unseparated, tokens_and_layout
 from narrowboat.memory.recompute import recompute_layer, without_checkpointing
 from narrowboat.memory.router import Routers

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from narrowboat.memory.kernels import Scores
 from narrowboat.memory.layout import Layout, Span
+from narrowboat.memory.scores import Scores
 from narrowboat.owner.causes import KEYS_VALUES, cause
 from narrowboat.owner.inputs import Room, Store
 

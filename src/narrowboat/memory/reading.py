@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from narrowboat.memory.kernels import Scores
 from narrowboat.memory.layout import Layout, Span
+from narrowboat.memory.scores import Scores
 from narrowboat.owner.inputs import Room, Store
 
 
