@@ -93,7 +93,7 @@ class _Left:
     def __init__(self, x: torch.Tensor, call: LayerCall, tile_tokens: int, store: Store, keep_attention: bool) -> None:
         self._call, self._tile_tokens, self._store = call, tile_tokens, store
         self.input = store.put(x, lambda x: run_tiles(call, x, tile_tokens)[0][0])
-        keeps = keep_attention and not call.carries and call.contract.tiles == "buffer"
+        keeps = keep_attention and not call.carries and call.contract.holds_keys_alone
         self.outputs = Outputs(store, x.shape[1]) if keeps else None
         self._kept: dict[Any, list[Held]] = {}
 

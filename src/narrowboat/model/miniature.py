@@ -150,10 +150,6 @@ PROPORTIONS = (
 )
 
 
-HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim")
-"""What a head's size is the sum of, where it is."""
-
-
 def _in_proportion(before: Mapping[str, Any], made: dict[str, Any]) -> dict[str, Any]:
     """Some numbers are others times a whole number, and stay so."""
     for name, of in PROPORTIONS:
@@ -162,9 +158,6 @@ def _in_proportion(before: Mapping[str, Any], made: dict[str, Any]) -> dict[str,
             and not before[name] % before[of]
         ):
             made[name] = made[of] * (before[name] // before[of])
-    has_parts = all(isinstance(before.get(key), int) for key in ("head_dim", *HEAD_PARTS))
-    if has_parts and before["head_dim"] == sum(before[key] for key in HEAD_PARTS):
-        made["head_dim"] = sum(made[key] for key in HEAD_PARTS)
     ropes = [value for key, value in made.items() if key == "rope_parameters" and isinstance(value, dict)]
     if ropes and (share := _head_size(made) / _head_size(before) if _head_size(before) else 0):
         made["rope_parameters"] = _with_sections(ropes[0], share)
