@@ -1,4 +1,4 @@
-"""One sitting of a run, from options to the last event: data, plan, model, steps, adapter."""
+"""One session of a run, from options to the last event: data, plan, model, steps, adapter."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ from narrowboat.training.saver import Saver
 from narrowboat.training.signals import StopRequest
 
 NUM_SAMPLES, MOST_PARTS, MOST_CHARS = 2, 40, 800
-"""Of the examples that a report shows."""
+"""Number of examples that a report shows."""
 
 
 @dataclass
 class Job:
-    """One sitting of a run, from options to the last event.
+    """One session of a run, from options to the last event.
 
     Args:
-        options: as they were asked for.
-        folder: the run's, which this process has to itself.
-        record: of what is told; it begins when all checks have passed, and so does everything else in ``folder``.
+        options: the options as the user gave them.
+        folder: the run's folder; no other process uses it.
+        record: writes the events; nothing is written to ``folder`` before all checks have passed.
         quiet: show no progress.
-        stop: entered.
+        stop: notices signals; already entered.
     """
 
     options: Options
@@ -80,7 +80,7 @@ class Job:
         self.tell: Tell = self.record.record
 
     def run(self, resume: bool, accepted: Sequence[str] = ()) -> RunEnded:
-        """Prepare, plan, load, train, save; ``accepted`` are changes with which a run goes on all the same."""
+        """Prepare, plan, load, train, save; ``accepted`` names differences with which a resumed run may continue."""
         found = newest_checkpoint(self.folder / CHECKPOINTS, self.tell) if resume else None
         self._tell_start(resume, found[1] if found else None)
         dtype = found[1].dtype if found and self.options.model.dtype == "auto" else ""
@@ -118,7 +118,9 @@ class Job:
         return self.end("done")
 
     def _save(self, ready: Assembled) -> None:
-        """The adapter with all that a server takes: tokenizer, template, generation settings, card, the base's name."""
+        """Save the adapter with all that a server needs: tokenizer, template, generation settings, card, base's
+        name.
+        """
         folder, name = self.folder / ADAPTER, self.options.model.name
         source = model_folder(name, self.tell)
         history = read_history(self.folder / EVENTS_FILE)
@@ -131,7 +133,7 @@ class Job:
         )
 
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:
-        """Tell how it ended; a failure is written down where no run was before it."""
+        """Report how the session ended; a failure is also written down where the folder held no run before."""
         if not self.record.has_begun and not holds_run(self.folder):
             with suppress(OSError):  # the error is what matters
                 self._begin(None)
@@ -153,7 +155,7 @@ class Job:
         return ended
 
     def _begin(self, plan: MemoryPlan | None) -> None:
-        """All checks have passed: from here on the folder is this run's."""
+        """Begin writing to the run's folder; all checks have passed."""
         write_whole(self.folder / OPTIONS_FILE, text_of(self._asked_for))
         if plan is not None:
             write_whole(self.folder / PLAN_FILE, plan.model_dump_json(indent=1).encode())
@@ -175,10 +177,10 @@ class Job:
         data: Prepared,
         course: Course,
     ) -> Position:
-        """The first step, or where the checkpoint that was found goes on.
+        """The position of the first step, or the one at which the found checkpoint continues.
 
         Raises:
-            OptionError: it belongs to another run.
+            OptionError: the checkpoint belongs to another run.
         """
         dtype = name_of(setting.precision.base.dtype)
         identity = self._identity(setting, data, dtype)
@@ -209,7 +211,7 @@ class Job:
         options = self.options.model_dump(mode="json")
         self.tell(RunStarted(str(self.folder), options, _versions(), position.step if position else 0))
         if resume and position is None:
-            self.tell(Notice(f"{self.folder} holds no checkpoint; the run begins anew."))
+            self.tell(Notice(f"{self.folder} holds no checkpoint; the run starts from step 1."))
 
     def _settled(self, setting: Setting, data: Prepared) -> Setting:
         options = with_rank(self.options, data, setting.config, setting.device, self.tell)
@@ -231,10 +233,10 @@ class Job:
 
 
 def refuse_many_processes() -> None:
-    """A launcher starts several processes, and each of them would be the same run in the same folder.
+    """Refuse to be one of several processes of a launcher, each of which would be the same run in the same folder.
 
     Raises:
-        OptionError: this is one of several.
+        OptionError: this is one of several processes.
     """
     num = os.environ.get("WORLD_SIZE", "")
     if num.isdecimal() and int(num) > 1:
@@ -245,7 +247,7 @@ def refuse_many_processes() -> None:
 
 
 def _go_on(ready: Assembled, checkpoint: Path) -> None:
-    """Take up what a checkpoint holds."""
+    """Restore the states of a checkpoint."""
     assert ready.optimizer is not None
     carry = restore(checkpoint, ready.model, ready.optimizer)
     ready.gauge.watch_model(ready.model)
@@ -254,7 +256,7 @@ def _go_on(ready: Assembled, checkpoint: Path) -> None:
 
 
 def _samples(data: Prepared, setting: Setting) -> Iterator[dict[str, Any]]:
-    """A few examples with what is learnt in them, for the report; the middle of long parts is left out."""
+    """A few examples for the report, with what is learnt in them; the middle of long parts is left out."""
     for example in chosen(data, NUM_SAMPLES):
         shown = [{"text": _shortened(text), "kind": kind} for text, kind in parts(example, setting.tokenizer)]
         yield {"source": Path(example.source).name, "parts": shown[:MOST_PARTS]}

@@ -24,7 +24,6 @@ from narrowboat.memory.contract import Contract
 from narrowboat.memory.dropout import PlacedDropout, PlacedFunctions, Whereabouts
 from narrowboat.memory.layer_call import CACHE_NAMES, LayerCall
 from narrowboat.memory.layer_stream import stream_layer
-from narrowboat.memory.layout import Layout
 from narrowboat.memory.micro_batch import MicroBatch, refuse_unseparated, tokens_and_layout
 from narrowboat.memory.recompute import recompute_layer, without_checkpointing
 from narrowboat.memory.router import Routers
@@ -241,7 +240,7 @@ class Installed:
         module = self._layers[index].module
         link = None if batch.given.carry is None else batch.given.carry.links[index]
         return Surroundings(
-            layout=batch.layout if link is None else Layout.of(1, link.num_tokens),
+            layout=batch.layout if link is None else link.layout,
             before=partial(self._before_tile, index, batch.seeds, batch.given.offset, batch.layout.num_tokens),
             draws=self._whereabouts.draw if self._causal.training and not self._whereabouts.is_off else None,
             collect=partial(self._routers.collect, module),

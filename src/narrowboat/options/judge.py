@@ -1,4 +1,4 @@
-"""What options alone contradict: said with the other mistakes, before anything is loaded."""
+"""Finds options that contradict each other; reported with the other mistakes, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from narrowboat.options.schema import LoraOptions, Options
 
 
 def contradictions(options: Options) -> Iterator[tuple[str, str]]:
-    """``(option, what is wrong with it beside the others)``."""
+    """Every contradiction, as ``(option, what is wrong with it)``."""
     data, segments = options.data, options.segments
     limits = [
         (n, key) for n, key in ((segments.max_tokens, "segments.max_tokens"), (data.max_tokens, "data.max_tokens")) if n

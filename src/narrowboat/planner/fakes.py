@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 _DEVICE = torch.ops.prim.device.default
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+_EFFICIENT_BACKWARD = torch.ops.aten._efficient_attention_backward.default
 _UNSTEADY = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Operators whose result does not follow from shapes alone, or that change an argument's shape."""
 
@@ -75,6 +76,8 @@ class RememberingFakeMode(FakeTensorMode):
             return args[0].fake_device
         if func is _GROUPED_PRODUCT:
             return _grouped_product(*args[:3])
+        if func is _EFFICIENT_BACKWARD:  # PyTorch's rule takes one argument less than its operator
+            return (*(t.new_empty(t.shape) for t in args[1:4]), None)
         kwargs = kwargs or {}
         tensors: list[FakeTensor] = []
         try:
