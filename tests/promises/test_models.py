@@ -35,7 +35,7 @@ WERE_WRONG = (
     "nanochat",  # one norm before and behind the layers
     "diffllama",  # values split behind the cache
     "modernbert-decoder",
-    "gpt2", "gemma3n_text", "recurrent_gemma", "bart", "falcon", "beam",  # arguments by position, masks that are added to
+    "gpt2", "gemma3n_text", "recurrent_gemma", "bart", "falcon", "beam",  # arguments by position, added masks
     "bloom", "mpt",  # no positions
     "gemma3", "qwen2_5_vl",  # text of models for pictures
     "deepseek_v3", "qwen3_next",
