@@ -104,7 +104,7 @@ def sweep(
     ranked = _ranked(study)
     if ranked[0].loss is None:
         raise NarrowboatError(
-            f"None of {len(ranked)} trials has a held-out loss; the first one failed with: {ranked[0].error}"
+            f"None of {len(ranked)} trials has a held-out loss; the first failed with: {ranked[0].error}"
         )
     options.dump(options.load(config, {**flags, **ranked[0].values}), folder / BEST)
     _write_report(ranked, folder)
