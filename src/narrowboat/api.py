@@ -76,7 +76,7 @@ def train(
         record = Record(folder, quiet=quiet, callbacks=callbacks, monitors=options.train.monitor)
         job = Job(options, folder, record, quiet, stop)
         try:
-            with job.unforeseen_in_a_sentence(), said_in_words():
+            with job.work.in_a_sentence():
                 return job.run(resume, resume_anyway)
         except BaseException as error:
             job.end("interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed", error)

@@ -74,6 +74,11 @@ class Setting:
         tokenizer = load_tokenizer(options.model.name, tell, options.model.trust_remote_code)
         return cls(options, device, precision, config, tokenizer, tell)
 
+    @property
+    def kind(self) -> str:
+        """What the model's class is called, without saying what it is for: ``Llama``."""
+        return type(self.config).__name__.removesuffix("Config")
+
 
 @dataclass
 class Assembled:

@@ -83,6 +83,8 @@ def _for_rows(setting: Setting, rows: Sequence[Rows], trains: bool) -> _Found:
     choice = search.choose(max(lengths), limits)
     if trains:
         choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
+    else:
+        choice = search.group_answers(choice, options.evaluate.answers, limits)
     pace = choice.num_tokens * choice.num_rows / choice.seconds if choice.seconds and trains else None
     return _Found(search.from_here_down(choice.plan), choice.by_cause, choice.phases, max(lengths), pace)
 

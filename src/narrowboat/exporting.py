@@ -7,17 +7,19 @@ draft is renamed to ``out``. Nothing is written anywhere else, and the files are
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from narrowboat.card import HUB_NAME, card
-from narrowboat.errors import CheckpointError, DataError, NarrowboatError, OptionError
+from narrowboat.errors import CheckpointError, DataError, ModelError, NarrowboatError, OptionError, cut
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.drafts import Draft, whole
 from narrowboat.machine.hardware import free_disk_bytes, host_memory
 from narrowboat.machine.manifest import MANIFEST
-from narrowboat.model import embedded, hub
+from narrowboat.machine.unforeseen import Work
+from narrowboat.model import embedded, hub, outside
 from narrowboat.model.base import hush_transformers, model_folder, weight_files
 from narrowboat.model.export import LICENCE_FILES, TOKENIZER_FILES, copy_files, merge
 from narrowboat.model.gguf_files import GgufType, convert_adapter, convert_model
@@ -76,7 +78,15 @@ def export(folder: Path, out: Path, wish: Wish, tell: Tell) -> dict[str, Any]:
     """
     hush_transformers()
     source = _source(folder, wish.base, tell)
-    base = model_folder(source.model.name, tell)
+    work = Work(source.model.name, "reading the model's files", run_of(folder), "Try --adapter, or --no-verify")
+    with work.in_a_sentence():
+        base = model_folder(source.model.name, tell)
+        work.model = _class_of(base) or work.model
+        work.doing = "merging the adapter into the model" if wish.merged else "copying the adapter"
+        return _written(source, base, out, wish, tell)
+
+
+def _written(source: _Source, base: Path, out: Path, wish: Wish, tell: Tell) -> dict[str, Any]:
     if not wish.merged and (words := advice(refusals(read_config(source.adapter)))):
         tell(Notice(f"Not every server takes this adapter: {words}"))
     _refuse_taken(out)
@@ -91,6 +101,15 @@ def export(folder: Path, out: Path, wish: Wish, tell: Tell) -> dict[str, Any]:
         raise CheckpointError(f"{str(out)[:200]}: not written: {getattr(error, 'strerror', None) or error}") from None
     files = {str(path.relative_to(out)): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
     return {"folder": str(out), "num_bytes": sum(files.values())} | found | {"files": files}
+
+
+def _class_of(base: Path) -> str:
+    """The class that the model in ``base`` was saved as; empty if its configuration does not say."""
+    with suppress(ModelError):
+        stated = outside.read(base / "config.json", "no config.json in it").get("architectures")
+        if isinstance(stated, list) and stated:
+            return cut(str(stated[0]))
+    return ""
 
 
 def public_name(name: str, source: Path, adapter: Path) -> str:

@@ -27,6 +27,7 @@ from narrowboat.evaluation.compare import Comparison, compare, refuse_nothing_he
 from narrowboat.events import Tell
 from narrowboat.exporting import base_of, run_of
 from narrowboat.machine.drafts import write_whole
+from narrowboat.machine.unforeseen import Work
 from narrowboat.model.saved import CONFIG_FILE, load_adapter_state, read_config
 from narrowboat.monitor.history import EVALUATION_FILE
 from narrowboat.options.load import load, load_back
@@ -64,16 +65,22 @@ def measure(wanted: Measurement, tell: Tell) -> Comparison:
     options, adapter, run = _found(wanted.folder, wanted.base, tell)
     if not wanted.data and run is None:
         raise OptionError(f"{wanted.folder} is an adapter without a run; name what to measure on with --data.")
-    setting = _setting(_over(options, wanted), run, tell)
-    data = prepared_data(setting)
-    refuse_nothing_held_out(data.heldout)
-    governor = choose(setting, data, trains=False)
-    with assembled(setting, Wanted(governor.plan, governor.budget_bytes, trains=False, data=data)) as ready:
-        load_adapter_state(ready.model, adapter, tell)
-        ready.gauge.begin("evaluation")
-        patiently = Recovery(ready.engine, ready.gauge, governor, tell).patiently
-        wishes = setting.options.evaluate
-        found = compare(ready.engine, ready.model, data.heldout, setting.tokenizer, wishes, patiently)
+    work = _work(options, run)
+    with work.in_a_sentence():
+        setting = _setting(_over(options, wanted), run, tell)
+        work.model, work.doing = setting.kind, "reading the data to measure on"
+        data = prepared_data(setting)
+        refuse_nothing_held_out(data.heldout)
+        work.doing = "planning"
+        governor = choose(setting, data, trains=False)
+        work.doing = "loading the model"
+        with assembled(setting, Wanted(governor.plan, governor.budget_bytes, trains=False, data=data)) as ready:
+            load_adapter_state(ready.model, adapter, tell)
+            work.doing = "measuring the adapter"
+            ready.gauge.begin("evaluation")
+            patiently = Recovery(ready.engine, ready.gauge, governor, tell).patiently
+            wishes = setting.options.evaluate
+            found = compare(ready.engine, ready.model, data.heldout, setting.tokenizer, wishes, patiently)
     if run is not None:
         with suppress(OSError):  # the folder may be read-only
             write_whole(run / EVALUATION_FILE, json.dumps(found.as_dict(), indent=1).encode())
@@ -116,13 +123,22 @@ def speaking(folder: Path, tell: Tell, base: str = "") -> Iterator[Speaker]:
         NarrowboatError: any other refusal.
     """
     options, adapter, run = _found(folder, base, tell)
-    setting = _setting(options, run, tell)
-    plan, budget_bytes = choose_to_read(setting)
-    nothing: Any = []
-    data = Prepared(nothing, nothing, Account())
-    with assembled(setting, Wanted(plan, budget_bytes, trains=False, data=data)) as ready:
-        load_adapter_state(ready.model, adapter, tell)
-        yield Speaker(ready, setting)
+    work = _work(options, run)
+    with work.in_a_sentence():
+        setting = _setting(options, run, tell)
+        work.model, work.doing = setting.kind, "planning"
+        plan, budget_bytes = choose_to_read(setting)
+        nothing: Any = []
+        data = Prepared(nothing, nothing, Account())
+        work.doing = "loading the model"
+        with assembled(setting, Wanted(plan, budget_bytes, trains=False, data=data)) as ready:
+            load_adapter_state(ready.model, adapter, tell)
+            work.doing = "answering"
+            yield Speaker(ready, setting)
+
+
+def _work(options: Options, run: Path | None) -> Work:
+    return Work(options.model.name, "reading its configuration", run, "Try the model and adapter in transformers")
 
 
 def _found(folder: Path, base: str, tell: Tell) -> tuple[Options, Path, Path | None]:
@@ -182,5 +198,6 @@ def _options_of(adapter: Path, base: str) -> Options:
     variants = [name for name, key in (("rslora", "use_rslora"), ("dora", "use_dora")) if config.get(key)]
     return load(None, {
         "model.name": base, "lora.rank": config["r"], "lora.alpha": config["lora_alpha"], "lora.variants": variants,
+        "lora.experts": "all" if config.get("target_parameters") else "none",
         "lora.targets": [f"re:{targets}"] if isinstance(targets, str) else sorted(targets),
     })  # fmt: skip

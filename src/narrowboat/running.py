@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,12 +17,13 @@ from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared
 from narrowboat.data.show import chosen, parts
 from narrowboat.data.trains import Trains, TrainSchedule
-from narrowboat.errors import ModelError, NarrowboatError, OptionError, first_line
+from narrowboat.errors import OptionError
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
 from narrowboat.exporting import public_name, write_beside
 from narrowboat.machine.drafts import write_whole
 from narrowboat.machine.hardware import describe_device
 from narrowboat.machine.precision import name_of
+from narrowboat.machine.unforeseen import Work
 from narrowboat.machine.vitals import Pulse
 from narrowboat.model.base import check_weights, model_folder
 from narrowboat.model.fingerprints import tokenizer_digest, weights_digest
@@ -41,7 +41,7 @@ from narrowboat.plan import MemoryPlan
 from narrowboat.preparing import prepared_data
 from narrowboat.settling import with_rank
 from narrowboat.training.checkpoint import Position, newest_checkpoint, restore
-from narrowboat.training.folder import ADAPTER, CHECKPOINTS, ERROR_FILE, OPTIONS_FILE, PLAN_FILE, REPORT, holds_run
+from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, PLAN_FILE, REPORT, holds_run
 from narrowboat.training.loop import Course
 from narrowboat.training.loop import run as train
 from narrowboat.training.recovery import Recovery
@@ -76,7 +76,7 @@ class Job:
         self._asked_for = self.options
         self._position = Position(0, 0)
         self._gauge: Gauge | None = None
-        self._model, self._doing = self.options.model.name, "reading its configuration"
+        self.work = Work(self.options.model.name, "reading its configuration", self.folder, "Try another memory.plan")
         self.tell: Tell = self.record.record
 
     def run(self, resume: bool, accepted: Sequence[str] = ()) -> RunEnded:
@@ -85,12 +85,12 @@ class Job:
         self._tell_start(resume, found[1] if found else None)
         dtype = found[1].dtype if found and self.options.model.dtype == "auto" else ""
         setting = Setting.of(self.options, self.tell, dtype)
-        self._model, self._doing = type(setting.config).__name__.removesuffix("Config"), "reading the data"
+        self.work.model, self.work.doing = setting.kind, "reading the data"
         self.tell(Notice(f"{describe_device(setting.device)}; {setting.precision.words()}"))
         check_weights(self.options.model.name, self.tell)
         data = prepared_data(setting, self.quiet)
         self.tell(DataReady(data.account.as_dict(), list(_samples(data, setting))))
-        self._doing = "planning"
+        self.work.doing = "planning"
         setting = self._settled(setting, data)
         course = self._course(data)
         governor = choose(setting, data)
@@ -98,14 +98,14 @@ class Job:
             governor.begin_with(found[1].plan)
         position = self._begin_at(found, accepted, setting, data, course)
         self._gauge = new_gauge(setting, governor.budget_bytes)
-        self._doing = "loading the model"
+        self.work.doing = "loading the model"
         with assembled(setting, Wanted(governor.plan, governor.budget_bytes, data=data), self._gauge) as ready:
             if found:
                 _go_on(ready, found[0])
             self._begin(governor.plan)
             self._let_watch(ready)
             self.tell(ready.gauge.mark("after loading", position.step))
-            self._doing = f"training under the plan {governor.plan.layers}"
+            self.work.doing = f"training under the plan {governor.plan.layers}"
             train_options, memory = self.options.train, self.options.memory
             saver = Saver(self.folder, train_options.keep_checkpoints, self._gauge, memory.high, self.tell)
             recovery = Recovery(ready.engine, ready.gauge, governor, self.tell)
@@ -131,26 +131,6 @@ class Job:
             public_name(name, source, folder),
             lambda draft: write_beside(draft, source, name, self.options, history),
         )
-
-    @contextmanager
-    def unforeseen_in_a_sentence(self) -> Iterator[None]:
-        """Turn an unexpected error inside into one sentence; its traceback goes to the run's folder.
-
-        Raises:
-            ModelError: the message names the model, what was being done, and what to try.
-        """
-        try:
-            yield
-        except NarrowboatError:
-            raise
-        except Exception as error:
-            path = self.folder / ERROR_FILE
-            with suppress(OSError):  # the error is what matters
-                write_whole(path, "".join(traceback.format_exception(error)).encode())
-            raise ModelError(
-                f"{self._model}: {self._doing} failed with {type(error).__name__}: {first_line(error)}. "
-                f"Try another memory.plan; report it with {path}, where the traceback is."
-            ) from error
 
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:
         """Report how the session ended; a failure is also written down where the folder held no run before."""

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from narrowboat.memory import kernels
-from narrowboat.memory.kernels import Blocks, FlashCPU, FlashCUDA, Kernel, Scores, kernel_for, visible
+from narrowboat.memory.kernels import Blocks, FlashCPU, FlashCUDA, Kernel, kernel_for
 from narrowboat.memory.layout import Sight
+from narrowboat.memory.scores import Scores, visible
 
 SHAPES = {  # sight, queries, keys, window
     "whole": (Sight.ALL, 7, 20, None),

@@ -83,6 +83,8 @@ class Account:
     def add(self, other: Account) -> None:
         """Add the counts of another account."""
         for name, value in vars(other).items():
+            if not value:  # as nearly all of one document's are
+                continue
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
             elif name.startswith(("longest_", "needed_")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -135,11 +135,12 @@ class Fitter:
         learnt.
         """
         if self.options.data.learn == "all":
-            learnt = np.isin(rendered.message, [i for i in part.shown if i not in outline.silent])
+            learnt = _among(rendered.message, set(part.shown) - outline.silent)
             learnt &= rendered.words != HEADER
         else:
-            learnt = np.isin(rendered.turn, list(part.learnt))
-        learnt &= ~np.isin(rendered.words, self._unlearnt)
+            learnt = _among(rendered.turn, part.learnt)
+        if self._unlearnt:
+            learnt &= ~np.isin(rendered.words, self._unlearnt)
         learnt[:1] = False
         return np.where(learnt, rendered.input_ids, IGNORED).astype(np.int32)
 
@@ -282,7 +283,7 @@ def _count_dialogue(
     num_shown = sum(len(labels) for _, labels, _ in made)
     num_cut = sum(one.num_cut for one, _, _ in made)
     learnt = sum(int((labels != IGNORED).sum()) for _, labels, _ in made)
-    dropped = int((~np.isin(full.message, list(shown))).sum())
+    dropped = int((~_among(full.message, shown)).sum())
     masked = min(max(num_full - learnt - dropped - num_cut, 0), num_shown - learnt)
     counts.learnt_tokens += learnt
     counts.masked_tokens += masked
@@ -300,3 +301,10 @@ def _count_dialogue(
         counts.num_compressed += 1
         counts.compressed_from_tokens += num_full
         counts.compressed_to_tokens += num_shown
+
+
+def _among(numbers: NDArray[np.int32], chosen: Iterable[int]) -> NDArray[np.bool_]:
+    """Where ``numbers``, which begin with -1 for none, are among ``chosen``."""
+    is_chosen = np.zeros(int(numbers.max(initial=-1)) + 2, np.bool_)  # the last place is that of -1
+    is_chosen[[number for number in chosen if 0 <= number < len(is_chosen) - 1]] = True
+    return is_chosen[numbers]

@@ -85,8 +85,11 @@ class _View:
 
 
 def _first(place: Place, thought: Place) -> int | None:
-    starts = [start for one in (thought, place) if (start := one.end if one.start is None else one.start) is not None]
-    return min(starts, default=None)
+    text = place.end if place.start is None else place.start
+    thoughts = thought.end if thought.start is None else thought.start
+    if text is None or thoughts is None:
+        return thoughts if text is None else text
+    return min(thoughts, text)
 
 
 class ChatTemplate:
@@ -231,7 +234,8 @@ class ChatTemplate:
         own = view.own_start(number)
         if own is None or own < start:
             return
-        _mark(view, start, own, words, OPENING)
+        if start < own:
+            _mark(view, start, own, words, OPENING)
         thought = _EMPTY_THOUGHT.search(view.text, start, own + EMPTY_CHARS)
         if thought is not None and thought.start() <= own:
             _mark(view, *thought.span(), words, EMPTY_THOUGHT)

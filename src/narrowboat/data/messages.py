@@ -101,11 +101,16 @@ def said_by_number(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+_PLAIN = {"role", "content", "from", "value"}
+
+
 def _message(name: str, turn: Any, told: Told, fills_nulls: bool) -> tuple[dict[str, Any], bool]:
     """A message, and whether its role says that it is a tool call."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{name} is {kind_of(turn)}, not an object with role and content")
     role, content = _role(name, _either(name, turn, "role", "from")), _either(name, turn, "content", "value")
+    if isinstance(content, str) and role != CALLING and turn.keys() <= _PLAIN:  # as most are: nothing else to look for
+        return {"role": role, "content": whole(name, content)}, False
     read: dict[str, Any] = {"role": "assistant" if role == CALLING else role}
     calls = calls_of(name, turn, told, fills_nulls)
     if role == CALLING:

@@ -123,6 +123,10 @@ class Records:
         value: Mapping[str, Any] = record.value
         if self._names:
             value = renamed(value, self._names, self.told)
+        if (
+            self._form in ("auto", "text") and value.keys() == {"text"} and not is_empty(value["text"])
+        ):  # nothing else to find
+            return self._made("text", record, value), "text"
         value = _under_usual(value, BESIDE)
         refuse(value, "it")
         name, value = _recognised(value) if self._form == "auto" else (self._form, _forced(self._form, value))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +45,7 @@ class Specials:
 
     def hide(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> Concealed | None:
         """Messages and tools with the names hidden; None where there are no names."""
-        texts = [*_texts([messages, tools])]
+        texts = _texts([messages, tools])
         found = Counter(name for text in texts for name in self._pattern.findall(text))
         if not found:
             return None
@@ -89,14 +89,16 @@ def folded(tokenised: Tokenised, places: Sequence[tuple[int, int]]) -> Tokenised
     return replace(tokenised, edges=at - shorter[gone], is_whole=tokenised.is_whole & ~inside)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any) -> list[str]:
     """Every text in a value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item)
+    found, ahead = [], [value]
+    while ahead:
+        item = ahead.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, dict):
+            ahead += item.keys()
+            ahead += item.values()
+        elif isinstance(item, (list, tuple)):
+            ahead += item
+    return found

@@ -17,9 +17,10 @@ from transformers import AttentionInterface
 
 from narrowboat.errors import AnatomyError
 from narrowboat.memory.autocast import common_format, without_autocast
-from narrowboat.memory.kernels import Kernel, Scores, kernel_for
+from narrowboat.memory.kernels import Kernel, kernel_for
 from narrowboat.memory.layout import Piece, Sight, Stretch
 from narrowboat.memory.past import SomeHeads, zeros_wide
+from narrowboat.memory.scores import Scores
 from narrowboat.memory.tile import Tile
 from narrowboat.model.inner_transformers import attention_name, names_attention, set_attention_name
 from narrowboat.owner.values import has_values, some_of

@@ -1,8 +1,9 @@
 """Attention of some queries to one stretch of keys: output and log-sum-exp forwards, three gradients backwards.
 
-Two kernels with one signature. ``Flash`` is PyTorch's own, on CPU and CUDA; it takes grouped heads as they are and
-never holds the scores. ``Blocks`` is plain PyTorch for what flash lacks (soft-capped scores, dropped weights, other
-dtypes, values of another size), a block of keys at a time: at most ``BLOCK_BYTES`` of scores.
+Kernels with one signature. ``Flash`` is PyTorch's own, on CPU and CUDA; it takes grouped heads as they are and never
+holds the scores. ``Efficient`` (``efficient.py``) is what older cards have instead, and newer ones for float32.
+``Blocks`` is plain PyTorch for what neither has (soft-capped scores, dropped weights, odd sizes of heads), a block of
+keys at a time: at most ``BLOCK_BYTES`` of scores.
 
 Log-sum-exps make stretches independent: outputs of several stretches are merged by them, and backward, given the
 merged output and log-sum-exp, is exact for each stretch alone.
@@ -10,50 +11,20 @@ merged output and log-sum-exp, is exact for each stretch alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from narrowboat.memory.dropout import Draw
+from narrowboat.machine.rates import Capability
+from narrowboat.memory.efficient import Efficient, suits
 from narrowboat.memory.layout import Sight
+from narrowboat.memory.scores import Gradients, Scores, visible
+from narrowboat.owner.values import card_of
 
 BLOCK_BYTES = 32 * 2**20
 
-# q [batch, heads, queries, size]; k, v [batch, kv heads, keys, size]; out like q; lse [batch, heads, queries] fp32
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How scores are made of queries and keys, and which of attention's weights are dropped.
-
-    Attributes:
-        scale: by which products are multiplied.
-        softcap: scores are ``softcap * tanh(scores / softcap)``, or None.
-        window: keys that a query looks back at, its own included; None is all.
-        drops: what is dropped, of the rows that the scores are of.
-        place: of the first query and of the first key in the row.
-    """
-
-    scale: float
-    softcap: float | None = None
-    window: int | None = None
-    drops: Draw | None = None
-    place: tuple[int, int] = (0, 0)
-
-    def at(self, rows: slice, query: int, key: int) -> Scores:
-        """For some rows, the first query and the first key of which stand at these places."""
-        if self.drops is None:
-            return self
-        return replace(self, drops=self.drops.of_rows(rows), place=(query, key))
-
-    def kept(self, num_heads: int, num_queries: int, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
-        """By what the weights of keys ``start`` to ``stop`` are multiplied: ``[rows, heads, queries, keys]``."""
-        assert self.drops is not None
-        query, key = self.place
-        drawn = self.drops.weights(num_heads, (query, query + num_queries), (key + start, key + stop), like.device)
-        return self.drops.scaled(drawn, like.dtype)
+FLASH_CARDS: Capability = (8, 0)
+"""From which compute capability on a card has flash."""
 
 
 class Kernel(Protocol):
@@ -79,23 +50,16 @@ class Kernel(Protocol):
 
 
 def kernel_for(q: torch.Tensor, v: torch.Tensor, scores: Scores) -> Kernel:
-    """The fastest kernel that can do it."""
-    same_size = q.shape[-1] == v.shape[-1]
-    if scores.softcap is None and scores.drops is None and same_size:
-        if q.device.type == "cpu":
-            return FlashCPU()
-        fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
-        if q.device.type == "cuda" and fits:
-            return FlashCUDA()
-    return Blocks()
-
-
-def visible(num_queries: int, num_keys: int, sight: Sight, window: int | None, device: torch.device) -> torch.Tensor:
-    """``[queries, keys]`` bool: who sees whom when the last query sits on the last key."""
-    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    key = torch.arange(num_keys, device=device)[None]
-    seen = key <= query
-    return seen & (key > query - window) if sight is Sight.WINDOW and window is not None else seen
+    """The fastest kernel that can do it, on this device or on the card that a forecast is of."""
+    card, same_size = card_of(q), q.shape[-1] == v.shape[-1]
+    if scores.softcap is not None or scores.drops is not None:
+        return Blocks()
+    if card is None:
+        return FlashCPU() if q.device.type == "cpu" and same_size else Blocks()
+    fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    if card >= FLASH_CARDS and fits and same_size:
+        return FlashCUDA()
+    return Efficient() if suits(q, v, card) else Blocks()
 
 
 class FlashCPU:

@@ -122,6 +122,11 @@ class LoraOptions(Group):
         description="Modules that get an adapter: a full module name or its last parts (q_proj), a regular expression "
         "after re:, or all-linear for every linear layer except the head.",
     )
+    experts: Literal["none", "all"] = Field(
+        "none",
+        description="Adapters on the routed experts of a mixture: none of them, or all. While a layer runs, its "
+        "experts' weights are written out with their adapters, so it takes their bytes once more.",
+    )
     bias: Literal["none", "all", "lora_only"] = Field(
         "none", description="Which biases are trained too: none, all, or those of modules with an adapter (lora_only)."
     )

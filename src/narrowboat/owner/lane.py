@@ -1,11 +1,12 @@
 """Copies between a card and host memory that run beside the arithmetic, and the waits that make them safe.
 
 A lane is a stream of its own. What is fetched lands in memory that the arithmetic's stream gave and takes back, so its
-block is free again in the order of the arithmetic, however far the host runs ahead. What is sent is free as soon as its
-copy is done; one part is under way while the next is made, and no more: then the arithmetic waits. Costs no time as
-long as a part's arithmetic takes longer than its journey.
+block is free again in the order of the arithmetic, however far the host runs ahead. What is sent is held until the
+arithmetic has been told to wait for its copy, which is when the next part is sent or the first one is fetched: one part
+is under way while the next is made, and no more. Costs no time as long as a part's arithmetic takes longer than its
+journey.
 
-On a device without streams copies are made at once: the same tensors, alive for as long. A forecast runs that way.
+On a CPU copies are made at once: the same tensors, alive for as long. A forecast runs that way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,21 +41,23 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        self._sent: torch.cuda.Event | None = None
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream: Any = None
+        self._sent: tuple[torch.Tensor, Any] | None = None  # the part under way, and its copy's event
         self._porter: ThreadPoolExecutor | None = None
 
     def fetch(self, resting: Sequence[torch.Tensor], waits: bool = False) -> Arrival:
         """Copies of ``resting`` on the device; ``waits`` where a copy holds up whoever asks for it, as from a file."""
+        self.drain()
         tensors = [torch.empty_like(t, device=self._device) for t in resting]
-        if self._device.type != "cuda":
+        if self._module is None:
             _copy(tensors, resting)
             return Arrival(tensors, lambda: None)
         given = self._here().record_event()  # by then nobody uses the memory any more
 
-        def copy() -> torch.cuda.Event:
+        def copy() -> Any:
             lane = self._own_stream()
-            with torch.cuda.stream(lane):
+            with self._module.stream(lane):
                 lane.wait_event(given)
                 _copy(tensors, resting)
                 return lane.record_event()
@@ -62,41 +66,43 @@ class Lane:
             arrived = copy()
             return Arrival(tensors, lambda: self._here().wait_event(arrived))
         self._porter = self._porter or ThreadPoolExecutor(1, "narrowboat-lane")
-        coming: Future[torch.cuda.Event] = self._porter.submit(copy)
+        coming: Future[Any] = self._porter.submit(copy)
         return Arrival(tensors, lambda: self._here().wait_event(coming.result()))
 
     def send(self, part: torch.Tensor, room: torch.Tensor) -> None:
         """Copy ``part`` to ``room`` on the host, after all that was asked for before."""
-        if self._device.type != "cuda":
-            room.copy_(part)
-            return
         self.drain()
+        if self._module is None:
+            room.copy_(part)
+            self._sent = part, None
+            return
         lane = self._own_stream()
         lane.wait_stream(self._here())
-        with torch.cuda.stream(lane):
+        with self._module.stream(lane):
             room.copy_(part, non_blocking=True)
-            self._sent = lane.record_event()
-        part.record_stream(lane)  # its block is not used anew before the copy is done
+            self._sent = part, lane.record_event()
 
     def drain(self) -> None:
         """Nothing that was sent is needed any more once the arithmetic comes here."""
-        if self._sent is not None:
-            self._here().wait_event(self._sent)
-            self._sent = None
+        if self._sent is not None and self._sent[1] is not None:
+            self._here().wait_event(self._sent[1])
+        self._sent = None
 
     def close(self) -> None:
-        """Nobody is on the way any more."""
-        self.drain()
+        """Nobody is on the way any more: what rests on the host may be given back to the machine."""
         if self._porter is not None:
             self._porter.shutdown()
             self._porter = None
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._sent = None
 
-    def _here(self) -> torch.cuda.Stream:
-        """The arithmetic's."""
-        return torch.cuda.current_stream(self._device)
+    def _here(self) -> Any:
+        """The arithmetic's stream."""
+        return self._module.current_stream(self._device)
 
-    def _own_stream(self) -> torch.cuda.Stream:
-        self._stream = self._stream or torch.cuda.Stream(self._device)
+    def _own_stream(self) -> Any:
+        self._stream = self._stream or self._module.Stream(self._device)
         return self._stream
 
 

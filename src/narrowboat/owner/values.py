@@ -15,9 +15,12 @@ from typing import TypeVar
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from narrowboat.machine.rates import Capability
+
 T = TypeVar("T")
 
 _repeats: ContextVar[float] = ContextVar("narrowboat_repeats", default=1.0)
+_card: ContextVar[Capability | None] = ContextVar("narrowboat_card", default=None)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -28,6 +31,23 @@ def has_values(tensor: torch.Tensor) -> bool:
 def is_forecast() -> bool:
     """Whether tensors that are made now have no memory."""
     return is_fake(torch.empty(0))
+
+
+@contextmanager
+def forecast_of(card: Capability | None) -> Iterator[None]:
+    """Forecast a step on a card of that kind; None is a CPU."""
+    token = _card.set(card)
+    try:
+        yield
+    finally:
+        _card.reset(token)
+
+
+def card_of(tensor: torch.Tensor) -> Capability | None:
+    """The kind of card that ``tensor`` is on, or is forecast to be on; None for anything else."""
+    if tensor.device.type == "cuda":
+        return torch.cuda.get_device_capability(tensor.device)
+    return _card.get() if is_fake(tensor) else None
 
 
 def is_true(condition: torch.Tensor) -> bool:

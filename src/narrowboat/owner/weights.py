@@ -212,7 +212,7 @@ class Weights:
 
     def _close(self) -> None:
         """Nobody is on the way any more."""
-        self._forget_who_comes()
+        self._coming.clear()
         self._lane.close()
         self._undo.close()
 
@@ -259,13 +259,8 @@ class Weights:
 
     def _take(self, unit: int) -> list[torch.Tensor]:
         coming = self._coming.pop(unit, None)
-        self._forget_who_comes()
+        self._coming.clear()  # whoever is not wanted arrives before the one that is fetched now
         return (coming or self._fetch(unit)).take()
-
-    def _forget_who_comes(self) -> None:
-        for arrival in self._coming.values():
-            arrival.take()  # its memory is not free before
-        self._coming.clear()
 
     def _fetch(self, unit: int) -> Arrival:
         with cause(BASE_WEIGHTS):

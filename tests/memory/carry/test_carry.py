@@ -12,9 +12,9 @@ from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from narrowboat.errors import AnatomyError, DataError, OptionError
 from narrowboat.memory.carry.carrier import Carrier
-from narrowboat.memory.kernels import Scores
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.past import Past
+from narrowboat.memory.scores import Scores
 from narrowboat.memory.tile import Tile
 from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan

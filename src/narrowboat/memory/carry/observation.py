@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from narrowboat.memory.kernels import BLOCK_BYTES, Scores
+from narrowboat.memory.kernels import BLOCK_BYTES
 from narrowboat.memory.layout import Span
+from narrowboat.memory.scores import Scores
 
 
 class Observation:
