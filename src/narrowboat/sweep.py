@@ -153,7 +153,7 @@ def run_process(file: Path, folder: Path, device: str | None) -> Trial:
 def _result(folder: Path) -> Trial:
     """The trial's result, from the events of its run."""
     history = read_history(folder / EVENTS_FILE)
-    end = history.sittings[-1].end
+    end = history.sessions[-1].end
     if end is None or end.outcome != "done" or end.last_heldout_loss is None:
         return Trial({}, error=(end.error if end else None) or "it has no held-out loss; see data.heldout")
     loss = end.last_heldout_loss if math.isfinite(end.last_heldout_loss) else None
