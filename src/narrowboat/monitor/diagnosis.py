@@ -66,7 +66,7 @@ class Finding:
         return REMEDIES[self.kind]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The finding as lines of text."""
         remedy = self.remedy
         return [
             f"{remedy.symptom}.",

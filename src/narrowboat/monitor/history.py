@@ -46,7 +46,7 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """As the run measured it, or up to the last sign of life."""
+        """Seconds as the run measured them, or up to its last event."""
         heard = (self.last_heard - self.started).total_seconds()
         return self.end.seconds if self.end else max(0.0, heard)  # a clock may be put back
 

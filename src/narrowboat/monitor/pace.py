@@ -64,7 +64,7 @@ class Pace:
 
     @property
     def overall_tokens_per_second(self) -> float:
-        """Of the whole session, within steps."""
+        """Tokens a second over the steps of the whole session."""
         return _rate(self.num_tokens, self.seconds)
 
     def seconds_left(self, of_this_step: float | None = None) -> float:
