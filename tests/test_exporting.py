@@ -113,7 +113,7 @@ def test_a_run_s_adapter_folder_serves_as_it_is(run: Path, tiny_model: Path) -> 
     ("name", "kind", "words"),
     [
         ("owner/adapter", MachineError, "HF_HUB_OFFLINE is set, so nothing can be uploaded"),
-        ("adapter", OptionError, "adapter is no name of a repository; expected owner/name"),
+        ("adapter", OptionError, "adapter is not the name of a repository; expected owner/name"),
     ],
 )
 def test_a_push_that_cannot_be_is_one_sentence(

@@ -35,7 +35,7 @@ def test_a_run_that_is_stopped_says_how_far_it_came(
     with pytest.raises(Interrupted):
         api.train(options)
     history = read_history(Path(options.train.folder) / "events.jsonl")
-    end = history.sittings[-1].end
+    end = history.sessions[-1].end
     assert end is not None and (end.outcome, end.step) == ("interrupted", 2)
     assert end.num_tokens == history.num_tokens > 0
     assert end.first_heldout_loss is not None
@@ -57,5 +57,5 @@ def test_a_run_that_fails_says_how_far_it_came(
         ModelError, match=r"failed with RuntimeError: a cable was pulled\. Try another memory\.plan"
     ) as failed:
         api.train(options, quiet=True)
-    end = read_history(Path(options.train.folder) / "events.jsonl").sittings[-1].end
+    end = read_history(Path(options.train.folder) / "events.jsonl").sessions[-1].end
     assert end is not None and (end.outcome, end.step, end.error) == ("failed", 2, str(failed.value))

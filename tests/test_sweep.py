@@ -101,7 +101,7 @@ def test_every_mistake_of_every_setting_is_told_before_anything_runs(config: Pat
 
 
 def test_when_nothing_came_to_a_loss_the_first_reason_is_told(config: Path, tmp_path: Path):
-    with pytest.raises(NarrowboatError, match="None of 2 trials came to a held-out loss; the first says: no luck"):
+    with pytest.raises(NarrowboatError, match="None of 2 trials has a held-out loss; the first failed with: no luck"):
         sweep(
             config, {}, {"lora.rank": ["8", "9"]}, tmp_path / "sweep", say=lambda _: None,
             run=lambda *_: Trial({}, error="no luck"),

@@ -104,7 +104,7 @@ def sweep(
     ranked = _ranked(study)
     if ranked[0].loss is None:
         raise NarrowboatError(
-            f"None of {len(ranked)} trials has a held-out loss; the first one failed with: {ranked[0].error}"
+            f"None of {len(ranked)} trials has a held-out loss; the first failed with: {ranked[0].error}"
         )
     options.dump(options.load(config, {**flags, **ranked[0].values}), folder / BEST)
     _write_report(ranked, folder)
@@ -153,7 +153,7 @@ def run_process(file: Path, folder: Path, device: str | None) -> Trial:
 def _result(folder: Path) -> Trial:
     """The trial's result, from the events of its run."""
     history = read_history(folder / EVENTS_FILE)
-    end = history.sittings[-1].end
+    end = history.sessions[-1].end
     if end is None or end.outcome != "done" or end.last_heldout_loss is None:
         return Trial({}, error=(end.error if end else None) or "it has no held-out loss; see data.heldout")
     loss = end.last_heldout_loss if math.isfinite(end.last_heldout_loss) else None

@@ -11,7 +11,9 @@ import time
 from dataclasses import dataclass
 
 FORWARD_SHARE = 0.25
-"""Of a micro-batch's time; going backwards runs the layers once more and takes twice as long as that."""
+"""Share of a micro-batch's time that forward takes; backward runs the layers once more and takes
+twice as long as that.
+"""
 
 
 @dataclass
@@ -91,7 +93,7 @@ class Underway:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the work, from its share so far; None while that says nothing yet."""
+        """Estimated seconds left, from the share that is done; None while too little is done."""
         share = self.share
         return self.seconds * (1 - share) / share if self.work and share > 0.02 else None
 

@@ -5,6 +5,8 @@ import gzip
 import itertools
 import json
 import lzma
+import sys
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -150,6 +152,7 @@ def test_bad_lines_are_named_and_the_others_read(tmp_path):
         ("a.arrow", b"nothing", "damaged"),
         ("a.csv", b"a,b\n1\n", "1 fields, but the first row names 2"),
         ("a.pdf", b"no pdf", "PDF"),
+        ("a.docx", b"no zip", "not a Word document"),
         ("a.json", b"{", "not valid JSON"),
     ],
 )
@@ -208,6 +211,32 @@ def test_html_becomes_text_with_its_headings_lists_and_tables(tmp_path):
     assert "| 1" in text
     assert "  x\n    y" in text
     assert "no()" not in text
+
+
+def test_a_word_document_gives_its_headings_paragraphs_and_tables(tmp_path: Path) -> None:
+    docx = pytest.importorskip("docx")
+    written = docx.Document()
+    written.add_heading("Lease", level=1)
+    written.add_paragraph("The tenant pays rent.")
+    table = written.add_table(rows=1, cols=2)
+    table.rows[0].cells[0].text, table.rows[0].cells[1].text = "Notice", "3 | months"
+    written.add_paragraph("The end.", style="List Bullet")
+    written.save(str(tmp_path / "a.docx"))
+    (record,) = read_all(tmp_path / "a.docx")
+    assert record.kind == "markdown"
+    assert str(record.value["text"]).strip().split("\n\n") == [
+        "# Lease", "The tenant pays rent.", "| Notice | 3 \\| months |", "- The end."
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "module"), [("a.pdf", "pypdf"), ("a.docx", "docx")])
+def test_a_missing_library_is_named_with_its_extra(
+    name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / name).write_bytes(b"x")
+    (broken,) = read_all(tmp_path / name)
+    assert f"pip install 'narrowboat[{name[2:]}]'" in broken.reason
 
 
 def test_pdf_gives_its_pages_text(tmp_path):

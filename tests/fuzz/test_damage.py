@@ -50,7 +50,7 @@ def is_noticed(run: Path, name: str) -> bool:
             load_back(run / name, told.append)
         elif name == "events.jsonl":
             history = read_history(run / name)
-            is_whole = history.sittings[-1].outcome == "done" and not history.torn_at_end
+            is_whole = history.sessions[-1].outcome == "done" and not history.torn_at_end
             return bool(history.unreadable_lines) or not is_whole
         else:
             check_adapter(run / name.partition("/")[0], told.append)

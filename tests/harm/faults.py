@@ -1,7 +1,7 @@
 """A fault at every write: whatever the disk refuses, a run ends in a sentence and goes on when the disk is well again.
 
 Every call by which training or exporting changes something below a folder is counted: a file that is opened to be
-written, bytes that are written or flushed, names that are given, changed or taken away. In sitting after sitting the
+written, bytes that are written or flushed, names that are given, changed or taken away. In session after session the
 n-th of them fails, once or together with all that follow.
 """
 
@@ -21,7 +21,7 @@ from narrowboat import api
 from narrowboat.machine import drafts
 from narrowboat.monitor.recorders import JsonLines
 from narrowboat.training.folder import BEST
-from tests.harm.place import PLANS, Place, differences, drafts_in, is_refusal, sitting, under
+from tests.harm.place import PLANS, Place, differences, drafts_in, is_refusal, session, under
 
 TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 NAMED = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink")
@@ -105,9 +105,9 @@ class _Training:
     def harmed(self, at: int, stays: bool) -> tuple[int, list[str]]:
         """The exit code of a run with a fault, and what was wrong with it or when it went on."""
         run = self._place.folder / "harmed" / "run"
-        code, before = sitting(lambda: self._train("harmed/run", False, Faults(self._place.folder, at, stays)))
+        code, before = session(lambda: self._train("harmed/run", False, Faults(self._place.folder, at, stays)))
         wrong = [] if is_refusal(code, before) else [f"ends with {code}: {before[-1500:]}"]
-        again, said = sitting(lambda: self._train("harmed/run", True))
+        again, said = session(lambda: self._train("harmed/run", True))
         wrong += [] if again == 0 else [f"after {code} it does not go on ({again}): {said[-1500:]}"]
         if again == 0:
             is_lost = f"{run / BEST}: the adapter was not saved" in before  # and said; the run has gone on
@@ -137,10 +137,10 @@ class _Exporting:
 
     def harmed(self, at: int, stays: bool) -> tuple[int, list[str]]:
         """The exit code of an export with a fault, and what was wrong with it or with the next one."""
-        code, said = sitting(lambda: self._export(self._out, Faults(self._place.folder, at, stays)))
+        code, said = session(lambda: self._export(self._out, Faults(self._place.folder, at, stays)))
         wrong = [] if is_refusal(code, said) else [f"ends with {code}: {said[-1500:]}"]
         if not self._out.exists():
-            again, said = sitting(lambda: self._export(self._out))
+            again, said = session(lambda: self._export(self._out))
             wrong += [] if again == 0 else [f"after {code} it cannot be tried again ({again}): {said[-1500:]}"]
         if _contents(self._out) != _contents(self._out.with_name("whole")):
             wrong.append("it is not what it was")
@@ -163,7 +163,7 @@ def _num_writes(place: Place, work: Callable[[Faults], None]) -> int:
         work(faults)
         file.write_text(str(faults.num_writes))
 
-    code, said = sitting(counted)
+    code, said = session(counted)
     assert code == 0, said
     found = int(file.read_text())
     file.unlink()

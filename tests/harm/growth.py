@@ -15,7 +15,7 @@ from narrowboat import api
 from narrowboat.events import StepDone
 from narrowboat.machine.hardware import process_memory
 from narrowboat.monitor.recorders import JsonLines
-from tests.harm.place import Place, sitting
+from tests.harm.place import Place, session
 
 WORDS = "the quick brown fox jumps over a lazy dog and thinks of something else entirely"
 
@@ -63,7 +63,7 @@ def sizes(place: Place) -> list[dict[str, Any]]:
     for name, path in _large_data(place.folder):
         place.data["dialogues"] = path
         began = time.monotonic()
-        code, said = sitting(
+        code, said = session(
             lambda: api.train(place.options(f"of {path.name}", {"train.steps": 2}), quiet=True)  # noqa: B023
         )
         found.append({"name": name, "exit_code": code, "seconds": time.monotonic() - began, "said": said[-300:]})

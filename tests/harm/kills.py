@@ -1,6 +1,6 @@
 """Kills aimed at the moments that hurt, over plans, formats, optimizers, carries and accumulation; and the run goes on.
 
-A sitting ends itself by SIGKILL at the n-th call of the kind that it is told (``POINTS``). The run is resumed until it
+A session ends itself by SIGKILL at the n-th call of the kind that it is told (``POINTS``). The run is resumed until it
 is done, and then adapter, states and every loss must be those of the run that was let alone, bit for bit.
 """
 
@@ -24,7 +24,7 @@ from narrowboat.machine import drafts
 from narrowboat.monitor.recorders import JsonLines
 from narrowboat.optimizers import driving
 from narrowboat.owner.owner import Owner
-from tests.harm.place import PLANS, Place, differences, drafts_in, losses, sitting, under
+from tests.harm.place import PLANS, Place, differences, drafts_in, losses, session, under
 
 CARRY = {
     "carry.policy": "sinks", "carry.budget": "64", "carry.block_tokens": "16", "segments.max_tokens": "64",
@@ -67,7 +67,7 @@ class Result:
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POINTS, 0))
     runs: int = 0
-    sittings: int = 0
+    sessions: int = 0
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -103,8 +103,8 @@ def _resumed_until_done(
     while True:
         kind = rng.choice([*POINTS]) if result.total < num_kills else None
         at = rng.randint(1, calls[kind]) if kind else 0
-        code, said = sitting(lambda: _train(place, run.name, number, run.exists(), {kind: at}))  # noqa: B023
-        result.sittings += 1
+        code, said = session(lambda: _train(place, run.name, number, run.exists(), {kind: at}))  # noqa: B023
+        result.sessions += 1
         if code == -signal.SIGKILL and kind:
             result.kills[kind] += 1
         elif code:
@@ -122,7 +122,7 @@ def _whole(place: Place, number: int) -> tuple[Path, dict[str, int]]:
         made = _train(place, whole.name, number, False, {})
         calls.write_text(json.dumps(made))
 
-    code, said = sitting(counted)
+    code, said = session(counted)
     if code:
         raise SystemExit(f"{SETTINGS[number]}: the run that is let alone ends with {code}: {said[-2000:]}")
     return whole, json.loads(calls.read_text())

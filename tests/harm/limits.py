@@ -17,7 +17,7 @@ from typing import Any
 
 from narrowboat import api
 from narrowboat.units import MIB
-from tests.harm.place import Place, is_refusal, sitting
+from tests.harm.place import Place, is_refusal, session
 
 NOBODY = 65534
 
@@ -43,7 +43,7 @@ def limits(place: Place) -> list[Tried]:
         tried |= {"a disk that is full": _on_a_small_disk, "another user's folder": _as_somebody_else}
     found = []
     for name, work in tried.items():
-        code, said = sitting(lambda: work(place))  # noqa: B023
+        code, said = session(lambda: work(place))  # noqa: B023
         found.append(Tried(name, code, is_refusal(code, said), said[-300:]))
     return found
 

@@ -1,6 +1,6 @@
 """A place for runs that are harmed: a model, data, plans to run under, and processes of their own.
 
-A sitting is forked from a process that has imported the libraries, so it begins in a tenth of a second.
+A session is forked from a process that has imported the libraries, so it begins in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PLANS = {
     "weights on disk": MemoryPlan(**STREAM, inputs="disk", weights="disk"),
 }
 REFUSED, BROKEN = "refused: ", 70
-"""What a sitting says before a refusal, and the exit code of one that ends in a traceback."""
+"""What a session says before a refusal, and the exit code of one that ends in a traceback."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ def under(plan: MemoryPlan) -> Iterator[None]:
         running.choose = own
 
 
-def sitting(work: Callable[[], Any]) -> tuple[int, str]:
+def session(work: Callable[[], Any]) -> tuple[int, str]:
     """``work`` in a process of its own: its exit code, negative for a signal, and what it said on standard error."""
     with tempfile.TemporaryFile("w+") as said:
         child = os.fork()
@@ -122,7 +122,7 @@ def _exit_code(work: Callable[[], Any]) -> int:
 
 
 def is_refusal(code: int, said: str) -> bool:
-    """Whether a sitting ended well or with a sentence: no traceback, no signal."""
+    """Whether a session ended well or with a sentence: no traceback, no signal."""
     return code == 0 or (code in (1, 2, 3) and REFUSED in said)
 
 

@@ -24,7 +24,7 @@ from narrowboat.plan import MemoryPlan
 GIB = 2**30
 
 Write = Callable[[Iterable[Event]], Path]
-"""Writes a sitting's events into the test's run folder; gives back the path of events.jsonl."""
+"""Writes a session's events into the test's run folder; gives back the path of events.jsonl."""
 
 
 def step_done(step: int, num_steps: int = 6, loss: float | None = None, **changes: float) -> StepDone:

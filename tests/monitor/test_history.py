@@ -40,7 +40,7 @@ def test_after_a_crash_the_later_record_of_a_step_counts(write: Write, tmp_path:
     assert history.num_steps_taken_back == 2
     assert history.num_tokens == 6 * 2048
     assert history.unreadable_lines == [6]
-    assert [sitting.outcome for sitting in history.sittings] == ["cut short", "done"]
+    assert [session.outcome for session in history.sessions] == ["cut short", "done"]
 
 
 def test_what_the_run_was_taken_back_from_is_gone_until_it_is_run_again(write: Write, tmp_path: Path) -> None:
@@ -60,12 +60,12 @@ def test_what_the_run_was_taken_back_from_is_gone_until_it_is_run_again(write: W
     assert history.summary()["outcome"] == "not ended"
 
 
-def test_a_step_told_twice_in_one_sitting_counts_once(write: Write, tmp_path: Path) -> None:
+def test_a_step_told_twice_in_one_session_counts_once(write: Write, tmp_path: Path) -> None:
     history = read_history(write([started(tmp_path), step_done(1, loss=9.0), step_done(1, loss=1.0)]))
     assert [step.loss for step in history.steps.values()] == [1.0]
 
 
-def test_a_notice_of_every_sitting_is_kept_once_with_its_count(write: Write, tmp_path: Path) -> None:
+def test_a_notice_of_every_session_is_kept_once_with_its_count(write: Write, tmp_path: Path) -> None:
     write([started(tmp_path), Notice("2 records dropped")])
     history = read_history(write([started(tmp_path), Notice("2 records dropped"), Notice("another")]))
     assert history.notices == {"2 records dropped": 2, "another": 1}

@@ -134,7 +134,7 @@ def test_a_resumed_run_says_what_was_taken_back_and_what_could_not_be_read(write
     assert report.values["loss"] == [9.0, 9.0, 3.0 - 0.1 * 3, 3.0 - 0.1 * 4]
     assert "took back 2 recorded steps" in report.source
     assert "1 line of events.jsonl could not be read and is left out: line 6" in report.source
-    assert "in 2 sittings" in report.source
+    assert "in 2 sessions" in report.source
     assert "cut short" in report.source
     assert "near the budget" in report.source
 

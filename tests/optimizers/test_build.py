@@ -213,7 +213,7 @@ def test_every_name_of_the_schema_is_in_the_table():
     assert set(OptimizerOptions.model_fields["name"].annotation.__args__) == set(KINDS)
 
 
-def test_states_move_between_device_and_host_from_one_sitting_to_the_next():
+def test_states_move_between_device_and_host_from_one_session_to_the_next():
     problem = Problem()
     plain = problem.build(name="adamw")
     problem.steps(plain, 3)

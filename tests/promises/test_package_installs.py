@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -90,6 +91,24 @@ def test_what_is_pinned_is_within_the_bounds() -> None:
     extras = [line for name, lines in PROJECT["optional-dependencies"].items() if name != "all" for line in lines]
     for requirement in map(Requirement, PROJECT["dependencies"] + extras):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), str(requirement)
+
+
+def test_the_image_is_built_of_what_is_there() -> None:
+    """No test builds the image: what it copies exists, and the extra that it installs is defined."""
+    text = (TOP / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    assert {word for word, _ in steps} <= {"FROM", "RUN", "ENV", "COPY", "WORKDIR", "ENTRYPOINT"}
+    assert steps[0][0] == "FROM"
+    assert steps[0][1].startswith("nvidia/cuda:")
+    assert steps[0][1].endswith("ubuntu24.04")  # which has Python 3.12
+    copied = [word for name, rest in steps if name == "COPY" for word in rest.split()[:-1]]
+    assert copied
+    assert all((TOP / word).exists() for word in copied)
+    (installed,) = [rest for name, rest in steps if name == "RUN" and "/source[" in rest]
+    assert installed.split("/source[")[1].split("]")[0] in PROJECT["optional-dependencies"]
+    assert json.loads(next(rest for name, rest in steps if name == "ENTRYPOINT"))[0] in PROJECT["scripts"]
+    needed = {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", "src"}  # what hatchling reads
+    assert needed <= set(copied)
 
 
 def test_the_lowest_bounds_are_those_that_were_tried() -> None:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from benchmarks import longest
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
+import narrowboat
 from narrowboat.cli import app
 from narrowboat.options import presets
+from narrowboat.plan import MemoryPlan
 from tests.memory.families import adapted, token_ids
 from tests.promises.readme_map import PAGE, TOP, between, the_map
 
@@ -142,7 +145,7 @@ def test_the_how_to_of_qlora_runs(tiny_model: Path, tmp_path: Path, monkeypatch:
 
 
 def test_the_how_to_of_trainers_runs(tmp_path: Path) -> None:
-    (code,) = blocks("docs/how-to/trainers.md", "python")
+    code, _ = blocks("docs/how-to/trainers.md", "python")
     model, tokenizer = adapted("llama"), PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[UNK]": 0})))
     tokenizer.pad_token = tokenizer.eos_token = "[UNK]"
     rows = [{"input_ids": token_ids(1, 30, seed=i)[0].tolist()} for i in range(8)]
@@ -153,6 +156,22 @@ def test_the_how_to_of_trainers_runs(tmp_path: Path) -> None:
             code, {"model": model, "dataset": Dataset.from_list(rows), "tokenizer": tokenizer, "folder": str(tmp_path)}
         )
     assert any(not p.equal(before[name]) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_the_callback_of_the_how_to_learns_what_plain_training_does(tmp_path: Path) -> None:
+    _, code = blocks("docs/how-to/trainers.md", "python")
+    names: dict[str, Any] = {"narrowboat": narrowboat, "MemoryPlan": MemoryPlan}
+    exec(code, names)
+    rows = [{"input_ids": ids, "labels": ids} for ids in (token_ids(1, 30, seed=i)[0].tolist() for i in range(4))]
+    settings = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    learnt = []
+    for callbacks in ([], [names["MemoryPlanCallback"]()]):
+        model = adapted("llama")
+        forward = model.get_base_model().forward
+        Trainer(model, settings, train_dataset=Dataset.from_list(rows), callbacks=callbacks).train()
+        learnt.append({name: p for name, p in model.named_parameters() if p.requires_grad})
+        assert model.get_base_model().forward == forward
+    assert all(torch.allclose(p, learnt[1][name], rtol=1e-3, atol=1e-6) for name, p in learnt[0].items())
 
 
 def test_the_notebook_runs(

@@ -18,7 +18,7 @@ from narrowboat.data.kinds import ARCHIVE, KINDS, RECORDS, TEXTS, Source, kind_o
 from narrowboat.data.splits import Kind, Listed
 from narrowboat.errors import DataError
 
-PROGRAMS = {*TEXTS} - {"prose", "markdown", "html", "pdf", "code"}
+PROGRAMS = {*TEXTS} - {"prose", "markdown", "html", "pdf", "docx", "code"}
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}  # and hidden ones
 
 

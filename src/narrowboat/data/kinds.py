@@ -22,6 +22,7 @@ TEXTS = {
     "markdown": ".md .markdown .mdx",
     "html": ".html .htm .xhtml",
     "pdf": ".pdf",
+    "docx": ".docx",
     "python": ".py .pyi",
     "javascript": ".js .jsx .mjs .cjs",
     "typescript": ".ts .tsx",

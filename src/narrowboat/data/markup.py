@@ -1,6 +1,7 @@
-"""Text out of HTML pages and PDF files, piece by piece.
+"""Text of HTML pages, PDF files and Word documents (.docx), piece by piece.
 
-HTML keeps its headings, lists and tables as Markdown, so that they can be cut by. PDF needs the optional group ``pdf``.
+HTML and Word keep their headings, lists and tables as Markdown, so that segments can be cut there. PDF needs the extra
+``pdf``, Word the extra ``docx``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 from narrowboat.errors import DataError
 
@@ -78,20 +80,17 @@ def html_text(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def _tidied(text: str) -> str:
-    """Without blanks at the ends of lines, and one blank line where there were several."""
+    """``text`` without spaces at the ends of lines, and with one blank line where there were several."""
     return re.sub(r"[ \t]*\n(?:[ \t]*\n)+", "\n\n", re.sub(r"[ \t]+\n", "\n", text))
 
 
 def pdf_text(path: Path) -> Iterator[str]:
-    """Text of each page, a blank line behind it.
+    """Text of each page, with a blank line after it.
 
     Raises:
-        DataError: when pypdf is not installed, or the file is locked, broken or holds no text.
+        DataError: pypdf is not installed, or the file is locked, broken or has no text.
     """
-    try:
-        pypdf: Any = importlib.import_module("pypdf")
-    except ImportError:
-        raise DataError("reading PDF needs pypdf: pip install 'narrowboat[pdf]'") from None
+    pypdf = _library("pypdf", "PDF", "pdf")
     num_chars = 0
     try:
         reader = pypdf.PdfReader(path)
@@ -102,4 +101,47 @@ def pdf_text(path: Path) -> Iterator[str]:
     except (pypdf.errors.PyPdfError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"not a PDF file that can be read: {error}") from None
     if not num_chars:
-        raise DataError(f"its {len(reader.pages)} pages hold no text; scanned pages have to be recognised first")
+        raise DataError(f"its {len(reader.pages)} pages have no text; scanned pages have to be recognised first")
+
+
+def docx_text(path: Path) -> Iterator[str]:
+    """Paragraphs and tables of a Word document in their order, as Markdown, with a blank line after each.
+
+    Headers, footers, footnotes and comments are not read.
+
+    Raises:
+        DataError: python-docx is not installed, or the file is broken or has no text.
+    """
+    docx = _library("docx", "Word documents", "docx")
+    num_chars = 0
+    try:
+        for part in docx.Document(str(path)).iter_inner_content():
+            text = _docx_table(part) if hasattr(part, "rows") else _docx_paragraph(part)
+            num_chars += len(text)
+            if text:
+                yield text + "\n\n"
+    except (docx.opc.exceptions.OpcError, BadZipFile, KeyError, ValueError, SyntaxError) as error:  # lxml: SyntaxError
+        raise DataError(f"not a Word document that can be read: {error}") from None
+    if not num_chars:
+        raise DataError("it has no text")
+
+
+def _docx_paragraph(paragraph: Any) -> str:
+    text, style = paragraph.text.strip(), paragraph.style.name or ""
+    level = style.removeprefix("Heading ")
+    if text and style.startswith("Heading ") and level.isdecimal():
+        return f"{'#' * min(int(level), 6)} {text}"
+    return f"- {text}" if text and style.startswith("List") else text
+
+
+def _docx_table(table: Any) -> str:
+    rows = [[" ".join(cell.text.split()).replace("|", "\\|") for cell in row.cells] for row in table.rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _library(module: str, what: str, extra: str) -> Any:
+    """An optional library; a missing one is refused with the extra that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise DataError(f"reading {what} needs {module}: pip install 'narrowboat[{extra}]'") from None

@@ -22,7 +22,7 @@ from narrowboat.data.containers import Damaged, members, opened
 from narrowboat.data.csvs import csv_rows
 from narrowboat.data.kinds import ARCHIVE, COMPRESSED, Source
 from narrowboat.data.lines import chunks, json_lines, json_values, not_utf8, numbered
-from narrowboat.data.markup import html_text, pdf_text
+from narrowboat.data.markup import docx_text, html_text, pdf_text
 from narrowboat.data.raw import Broken, Record
 from narrowboat.data.tables import arrow_rows, parquet_rows
 from narrowboat.errors import DataError
@@ -76,7 +76,7 @@ class Reader:
         if kind == ARCHIVE:  # an archive that could not be listed
             members(source.path)
             return
-        if kind in ("parquet", "arrow", "pdf"):
+        if kind in ("parquet", "arrow", "pdf", "docx"):
             yield from self._read_whole(source)
             return
         with opened(source.path, source.member) as (file, raw):
@@ -99,6 +99,8 @@ class Reader:
         with _seekable(source) as path:
             if source.kind == "pdf":
                 yield from self.blocks(source.name, "prose", pdf_text(Path(path)))
+            elif source.kind == "docx":
+                yield from self.blocks(source.name, "markdown", docx_text(Path(path)))
             elif source.kind == "parquet":
                 yield from parquet_rows(path, source.name, self.wanted, self.unread)
             else:

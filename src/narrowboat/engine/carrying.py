@@ -5,7 +5,7 @@
 - ``exact``: all segments forwards without a graph, then from last to first each again with a graph; its backward gets
   what later segments want of its keys and values, and leaves what it wants of earlier ones. One more forward, and the
   carry at each segment's start is held until its backward. Equal to plain autograd when nothing is dropped.
-- a number: ``exact`` within so many segments, ``cut`` between them.
+- a number: ``exact`` within that many segments, ``cut`` between them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stretch:
 
     @property
     def num_tokens(self) -> int:
-        """Its tokens."""
+        """Number of its tokens."""
         return self.input_ids.shape[1]
 
     @property

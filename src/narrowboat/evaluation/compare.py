@@ -69,7 +69,7 @@ class Comparison:
         return [compared(score) for score in (loss, *answered)]
 
     def lines(self, num_answers: int = 2) -> list[str]:
-        """For people; ``num_answers`` are shown side by side."""
+        """The result as lines of text, with ``num_answers`` answers side by side."""
         base, adapter = self.base.perplexity, self.adapter.perplexity
         sides = zip(base.by_place, adapter.by_place, strict=True)
         return [
@@ -127,7 +127,7 @@ def compare(
     questions = list(itertools.islice(_questions(rows), options.answers))
 
     def some_of(left: Sequence[int]) -> dict[int, Answer]:
-        """As many as go together under the plan in force."""
+        """Questions in groups that fit together under the current plan."""
         group = groups_of(engine, [questions[i] for i in left], options.answer_tokens)[0]
         asked = [left[i] for i in group]
         said = answer_all(engine, [questions[i] for i in asked], tokenizer, options.answer_tokens)

@@ -20,7 +20,7 @@ from narrowboat.machine.extras import require
 WORD = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}]|[\p{L}\p{M}\p{N}_]+")
 HAN = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}]")
 RARE = 3
-"""A word of the answer that the document has at most so many times is a fact planted there; "the" is none."""
+"""A word of the answer that is in the document at most this many times counts as a planted fact; "the" does not."""
 
 Sums = NDArray[np.float64]
 

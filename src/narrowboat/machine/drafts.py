@@ -75,7 +75,7 @@ class HashedFile(FileIO):
 
     @property
     def stamp(self) -> Stamp:
-        """Of what was written so far."""
+        """The digest of what was written so far."""
         return Stamp(self._size, self._hash.hexdigest())
 
 
@@ -147,7 +147,7 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def digest_of(content: bytes) -> str:
-    """Of ``content``, as a file's stamp has it."""
+    """The digest of ``content``, in the form of a file's stamp."""
     return xxhash.xxh3_128(content).hexdigest()
 
 

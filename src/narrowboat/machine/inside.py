@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path, PureWindowsPath
 
 MAX_BYTES = 255
-"""Of a name, as most file systems have it."""
+"""Longest file name in bytes on most file systems."""
 
 
 def inside(folder: Path, name: object) -> Path:

@@ -42,7 +42,7 @@ class Precision:
     carried: Format
 
     def lines(self) -> list[str]:
-        """For people: ``base weights bfloat16: ...``, a line a role."""
+        """Lines of text: ``base weights bfloat16: ...``, a line a role."""
         roles = {
             "base weights": self.base,
             "adapters and their gradients": self.adapters,

@@ -116,7 +116,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _moved_bytes(device: torch.device, dtype: torch.dtype) -> float:
-    """Of an addition, which reads two numbers and writes one."""
+    """Bytes a second of an addition, which reads two numbers and writes one."""
     a = torch.ones((64 if device.type == "cuda" else 4) * MIB, device=device, dtype=dtype)
     return _rate(device, lambda: a + a, 3.0 * a.numel() * a.element_size())
 
@@ -137,7 +137,7 @@ def _host_bytes(device: torch.device) -> float:
 
 
 def _disk_bytes() -> float:
-    """Of a mapped scratch file, written: the system keeps in memory what it has room for."""
+    """Bytes a second of writing a mapped scratch file: the system keeps in memory what it has room for."""
     with tempfile.TemporaryFile() as file:
         file.truncate(64 * MIB)
         block = bytes(64 * MIB)

@@ -54,7 +54,7 @@ HANDLES = 2
 """Threads that multiply, each with a workspace: the one that goes forwards, and autograd's own."""
 
 USUAL_CONTEXT_BYTES = 480 * MIB
-"""Of a driver's context where nobody can measure it: published figures lie between 300 and 500 MiB."""
+"""Assumed bytes of a driver's context where it cannot be measured: published figures lie between 300 and 500 MiB."""
 
 HOLES = 0.02
 """Share of a card's tensors: blocks that grow leave holes of at most one page of 2 MiB each."""
@@ -67,5 +67,5 @@ def workspace_bytes(capability: Capability) -> int:
 
 
 def card_margin(capability: Capability, context_bytes: int = USUAL_CONTEXT_BYTES) -> Margin:
-    """Of a card of that kind."""
+    """The rates of a card of that kind."""
     return Margin(context_bytes, workspace_bytes(capability), HOLES)

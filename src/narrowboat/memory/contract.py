@@ -23,7 +23,7 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LayerContract:
-    """Of one kind of layer.
+    """The contract of one kind of layer.
 
     Attributes:
         attention: ours, through transformers' attention interface; or its own.
@@ -63,7 +63,7 @@ class LayerContract:
 
 @dataclass(frozen=True)
 class Contract:
-    """Of one model.
+    """The contract of one model.
 
     Attributes:
         layers: by kind (``kind_of``).

@@ -51,7 +51,7 @@ class Tile:
         outputs: where attention leaves its outputs, or with ``again`` takes them from.
         again: whether the tile is recomputed for backward.
         joins: whether the layer gets all keys so far, and not its own alone.
-        num_writes: raise ``HandedOver`` after so many; 0 goes on to the end.
+        num_writes: raise ``HandedOver`` after this many writes; 0 runs to the end.
         scheme: of attention that is not full.
         draws: gives what is to be dropped of attention's weights with some probability; None drops nothing.
     """

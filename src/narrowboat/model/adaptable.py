@@ -25,7 +25,7 @@ UNCALLED = "are never called, so that an adapter there would learn nothing"
 
 
 def unadaptable(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Those of ``names`` that can carry no adapter, each with the reason, as the end of a sentence.
+    """The modules among ``names`` that cannot have an adapter, each with the reason, as the end of a sentence.
 
     Args:
         model: a causal language model without an adapter.

@@ -26,7 +26,7 @@ class DecoderLayer:
 
     Attributes:
         window: how many tokens one looks back at, itself included; None is all of them.
-        chunk: tokens see each other in chunks of so many; None is all of them.
+        chunk: number of tokens in a chunk, inside which tokens see each other; None for no chunks.
     """
 
     index: int

@@ -31,7 +31,7 @@ from narrowboat.options.schema import ModelOptions
 from narrowboat.units import format_bytes
 
 FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""As safetensors names them."""
+"""Number formats by the names of safetensors."""
 
 GENERATION = "generation_config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")

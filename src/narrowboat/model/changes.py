@@ -56,7 +56,7 @@ class Changes:
 
     @property
     def num_bytes(self) -> int:
-        """Of the adapter in memory."""
+        """Bytes of the adapter in memory."""
         return sum(t.numel() * t.element_size() for t in self._tensors.values())
 
     def refuse_misfit(self, name: str, shape: tuple[int, ...]) -> None:

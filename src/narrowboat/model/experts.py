@@ -48,7 +48,7 @@ def adaptable_experts(model: nn.Module, options: LoraOptions) -> list[str]:
 
 
 def words_without(model: nn.Module, names: Sequence[str]) -> str:
-    """For people: the experts ``names`` that carry no adapter."""
+    """A sentence about the experts ``names`` that carry no adapter."""
     share = _num_weights(model, names) / max(1, sum(p.numel() for p in model.parameters()))
     return (
         f"all-linear gives no adapter to {len(names)} weights of routed experts, {share:.0%} of the model; "
@@ -57,7 +57,7 @@ def words_without(model: nn.Module, names: Sequence[str]) -> str:
 
 
 def words_with(model: nn.Module, names: Sequence[str], num_trainable: int) -> str:
-    """For people: the experts ``names`` that carry one, and what that costs.
+    """A sentence about the experts ``names`` that carry one, and what that costs.
 
     Args:
         model: the base.

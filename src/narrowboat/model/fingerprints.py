@@ -20,13 +20,13 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def weights_digest(folder: Path) -> str:
-    """Of all weight files in a model's ``folder``, whatever they are called."""
+    """A fingerprint of all weight files in a model's ``folder``, whatever they are called."""
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         return digest_of(" ".join(threads.map(_digest, [folder / file for file in weight_files(folder)])).encode())
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of how ``tokenizer`` cuts text, of its special tokens and its chat template."""
+    """A fingerprint of how ``tokenizer`` cuts text, its special tokens and its chat template."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     cutting = json.loads(backend.to_str()) if backend is not None else sorted(tokenizer.get_vocab().items())
     if isinstance(cutting, dict):  # these change with its use

@@ -13,7 +13,7 @@ import torch
 def forward_of(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let ``module`` run ``forward``; afterwards what it had before, be it its class's or one of its own.
 
-    Whoever replaced the forward in the meantime keeps his: he calls ours, which has to pass his calls on.
+    A forward that another program put there in the meantime stays: it calls ours, which passes calls on.
     """
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward

@@ -1,6 +1,6 @@
 """A base model's gaze: how much attention some tokens of a text pay to stretches of the text before them.
 
-The text goes through the model once, in pieces, with keys and values kept: so many bytes as generating would take, and
+The text goes through the model once, in pieces, with keys and values kept: as many bytes as generating would take, and
 one layer's attention of a few queries. The model is opened when it is first asked, and closed at the end.
 """
 

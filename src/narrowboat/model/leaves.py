@@ -40,7 +40,7 @@ class Leaf:
 
 
 def frozen_leaves(module: nn.Module, seen: set[int]) -> Iterator[Leaf]:
-    """Those of the frozen parameters of ``module`` that are not in ``seen`` yet, where they are added by their id."""
+    """The leaves of ``module``'s frozen parameters that are not in ``seen`` yet; their ids are added to it."""
     for part in module.modules():
         is_packed = isinstance(part, PackedLinear)
         for parameter in part.parameters(recurse=False):
@@ -52,7 +52,7 @@ def frozen_leaves(module: nn.Module, seen: set[int]) -> Iterator[Leaf]:
 
 
 def leaves_of(parameter: torch.Tensor, layer: Any = None) -> Iterator[Leaf]:
-    """Those of one parameter; ``layer`` is the module that it belongs to, which may hold some of them as well."""
+    """The leaves of one parameter; ``layer`` is the module that it belongs to, which may hold some of them as well."""
     if is_traceable_wrapper_subclass(parameter):  # torchao's
         yield from _inner(parameter)
         return

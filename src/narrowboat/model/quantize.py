@@ -102,7 +102,7 @@ def round_trip(weight: torch.Tensor, quantize: Quantize) -> torch.Tensor:
 
 
 def describe_quantised(model: nn.Module) -> str:
-    """For people: ``210 linear layers in 4.13 bits a weight, 52.3 MiB; 28,347,840 other weights in bfloat16``."""
+    """A line of text: ``210 linear layers in 4.13 bits a weight, 52.3 MiB; 28,347,840 other weights in bfloat16``."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_packed(m.weight)]
     num_weights = sum(layer.in_features * layer.out_features for layer in layers)
     num_bytes = sum(sum(part.numel() * part.element_size() for part in _parts(layer.weight)) for layer in layers)

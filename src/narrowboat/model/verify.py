@@ -23,10 +23,10 @@ from narrowboat.options.schema import ModelOptions
 
 NUM_TOKENS = 32
 MAX_DIFFERENCE = 1e-4
-"""Of logits in float32, or of the largest of them where that is above 1."""
+"""Largest error of logits in float32, as a share of the largest logit where that is above 1."""
 
 MAX_SHARE = 0.05
-"""Of the difference's norm in the logits', in formats that round."""
+"""Largest norm of the difference, as a share of the norm of the logits, in formats that round."""
 
 CPU = torch.device("cpu")
 

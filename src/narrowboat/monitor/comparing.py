@@ -42,7 +42,7 @@ class Run:
 
     @property
     def change(self) -> str:
-        """Of the held-out loss."""
+        """The curve of the held-out loss."""
         first, last = self.history.heldout_losses
         return how_much(first, last) if first is not None and last is not None else ""
 

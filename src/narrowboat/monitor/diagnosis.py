@@ -66,7 +66,7 @@ class Finding:
         return REMEDIES[self.kind]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The finding as lines of text."""
         remedy = self.remedy
         return [
             f"{remedy.symptom}.",
@@ -99,8 +99,8 @@ def _meaning(text: str) -> str | None:
 
 
 def _failure(history: History) -> Iterator[Finding]:
-    """What the last sitting ended with."""
-    end = history.sittings[-1].end if history.sittings else None
+    """What the last session ended with."""
+    end = history.sessions[-1].end if history.sessions else None
     if end is None or not end.error or end.outcome != "failed":
         return
     kind = _meaning(end.error)
@@ -114,7 +114,7 @@ def _failure(history: History) -> Iterator[Finding]:
 
 
 def _no_end(history: History) -> Iterator[Finding]:
-    if history.sittings and history.sittings[-1].end is None and history.start is not None:
+    if history.sessions and history.sessions[-1].end is None and history.start is not None:
         step = max(history.steps, default=0)
         torn = ", and its last line is torn" if history.torn_at_end else ""
         yield Finding("killed", f"the record stops after step {step:,} without an end{torn}; or the run goes on still")

@@ -43,7 +43,7 @@ def beside(history: History) -> Beside:
     """Phases first, then the causes at the highest step."""
     if history.plan is None:
         return Beside([], "")
-    end = next((sitting.end for sitting in reversed(history.sittings) if sitting.end), None)
+    end = next((session.end for session in reversed(history.sessions) if session.end), None)
     phases, read = history.plan.phases, end.peak_by_phase if end else {}
     rows = [(name, phases.get(name, 0), read.get(name, 0)) for name in dict.fromkeys([*read, *phases])]
     highest = max(history.steps.values(), key=lambda step: step.peak_bytes, default=None)

@@ -1,6 +1,6 @@
 """A run read back from ``events.jsonl``: what holds in the end, whatever was killed, resumed or repeated on the way.
 
-A sitting that resumes from step n takes the run back to step n: what earlier sittings recorded after it was never
+A session that resumes from step n takes the run back to step n: what earlier sessions recorded after it was never
 part of the run's result and is left out, with its number of steps. Lines that cannot be read are counted, not fatal:
 a killed run tears its last one.
 """
@@ -28,7 +28,7 @@ _CHECK = re.compile(rb', "check": "([0-9a-f]{8})"\}$')
 
 
 @dataclass
-class Sitting:
+class Session:
     """From one start of the program to its end."""
 
     started: datetime
@@ -46,7 +46,7 @@ class Sitting:
 
     @property
     def seconds(self) -> float:
-        """As the run measured it, or up to the last sign of life."""
+        """Seconds as the run measured them, or up to its last event."""
         heard = (self.last_heard - self.started).total_seconds()
         return self.end.seconds if self.end else max(0.0, heard)  # a clock may be put back
 
@@ -55,7 +55,7 @@ class Sitting:
 class History:
     """What one run folder's events come to."""
 
-    sittings: list[Sitting] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
     start: events.RunStarted | None = None
     data: events.DataReady | None = None
     model: events.ModelReady | None = None
@@ -87,14 +87,14 @@ class History:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest reading of any step or sitting."""
-        ends = [sitting.end.peak_bytes for sitting in self.sittings if sitting.end]
+        """The highest reading of any step or session."""
+        ends = [session.end.peak_bytes for session in self.sessions if session.end]
         return max([step.peak_bytes for step in self.steps.values()] + ends, default=0)
 
     @property
     def budget_bytes(self) -> int:
         """The last budget that was told; 0 if none was."""
-        end = self.sittings[-1].end if self.sittings else None
+        end = self.sessions[-1].end if self.sessions else None
         if end and end.budget_bytes:
             return end.budget_bytes
         if self.steps:
@@ -107,7 +107,7 @@ class History:
         if self.evaluations:
             first, last = min(self.evaluations), max(self.evaluations)
             return self.evaluations[first].loss, self.evaluations[last].loss if last > first else None
-        end = self.sittings[-1].end if self.sittings else None
+        end = self.sessions[-1].end if self.sessions else None
         return (end.first_heldout_loss, end.last_heldout_loss) if end else (None, None)
 
     @property
@@ -119,10 +119,10 @@ class History:
         """The run in a few numbers, for machines."""
         first, last = self.heldout_losses
         return {
-            "outcome": self.sittings[-1].outcome if self.sittings else "not ended",
+            "outcome": self.sessions[-1].outcome if self.sessions else "not ended",
             "steps": max(self.steps, default=0),
             "tokens": self.num_tokens,
-            "seconds": sum(sitting.seconds for sitting in self.sittings),
+            "seconds": sum(session.seconds for session in self.sessions),
             "tokens_per_second": self.tokens_per_second,
             "first_heldout_loss": first,
             "last_heldout_loss": last,
@@ -131,12 +131,12 @@ class History:
         }
 
     def _take(self, event: events.Event, time: datetime) -> None:
-        if isinstance(event, events.RunStarted) or not self.sittings:
+        if isinstance(event, events.RunStarted) or not self.sessions:
             resumed_from = event.resumed_from_step if isinstance(event, events.RunStarted) else 0
-            if self.sittings:
-                self.sittings[-1].is_last = False
-            self.sittings.append(Sitting(time, resumed_from, time))
-        self.sittings[-1].last_heard = time
+            if self.sessions:
+                self.sessions[-1].is_last = False
+            self.sessions.append(Session(time, resumed_from, time))
+        self.sessions[-1].last_heard = time
         match event:
             case events.RunStarted():
                 self.start = event
@@ -159,7 +159,7 @@ class History:
             case events.Notice():
                 self.notices[event.text] = self.notices.get(event.text, 0) + 1
             case events.RunEnded():
-                self.sittings[-1].end = event
+                self.sessions[-1].end = event
 
     def _take_back_to(self, step: int) -> None:
         self.num_steps_taken_back += sum(number > step for number in self.steps)
@@ -189,7 +189,7 @@ def read_history(path: Path) -> History:
             history.unreadable_lines.append(number)
         else:
             history._take(event, time)
-    if not history.sittings:
+    if not history.sessions:
         raise DataError(f"{path}: none of its {len(history.unreadable_lines)} lines is an event of a run.")
     history.steps = dict(sorted(history.steps.items()))
     return history

@@ -20,7 +20,7 @@ MOST_CHARS = 500
 
 
 class MlflowRuns:
-    """Writes one run a sitting.
+    """Writes one run a session.
 
     Raises:
         MachineError: mlflow is not installed.

@@ -12,7 +12,7 @@ from typing import Any
 
 from narrowboat.errors import DataError
 from narrowboat.events import Evaluated, StepDone
-from narrowboat.monitor.history import EVENTS_FILE, History, Sitting, read_history
+from narrowboat.monitor.history import EVENTS_FILE, History, Session, read_history
 
 
 def read_any(path: Path) -> tuple[History, list[str]]:
@@ -29,7 +29,7 @@ def read_any(path: Path) -> tuple[History, list[str]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}. Name a run folder or a log.") from None
-    history = History(sittings=[Sitting(datetime.now(UTC), 0, datetime.now(UTC))])
+    history = History(sessions=[Session(datetime.now(UTC), 0, datetime.now(UTC))])
     for number, entry in enumerate(_entries(path, text), 1):
         _take(history, entry, int(entry.get("step", number)))
     return history, text.splitlines()

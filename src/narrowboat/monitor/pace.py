@@ -32,7 +32,7 @@ class SmoothedLoss:
 
 
 class Pace:
-    """The course of one sitting. Reckoned when a step ends, for the display reads it from a thread of its own."""
+    """The course of one session. Reckoned when a step ends, for the display reads it from a thread of its own."""
 
     def __init__(self) -> None:
         self.last: StepDone | None = None
@@ -64,7 +64,7 @@ class Pace:
 
     @property
     def overall_tokens_per_second(self) -> float:
-        """Of the whole sitting, within steps."""
+        """Tokens a second over the steps of the whole session."""
         return _rate(self.num_tokens, self.seconds)
 
     def seconds_left(self, of_this_step: float | None = None) -> float:

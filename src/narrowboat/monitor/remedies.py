@@ -118,7 +118,7 @@ REMEDIES: dict[str, Remedy] = {
         "optimizer.lr down by 5, lora.rank down, or other data.heldout"),
     "over_fitting": Remedy(
         LEARNING, "Held-out loss rises while training loss falls", "the lowest held-out loss lies well before the end",
-        "the data is small for so many passes",
+        "there is little data for this many epochs",
         "train.epochs down, train.keep_best: true, lora.dropout: 0.05, or more data"),
     "end_never_learnt": Remedy(
         LEARNING, "Answers never stop", "dialogues whose last answer ends with no end-of-turn token",

@@ -33,7 +33,7 @@ NUM_CAUSES = 6
 
 
 class ReportPage:
-    """The recorder that leaves the page behind when a sitting ends."""
+    """The recorder that leaves the page behind when a session ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -102,7 +102,7 @@ def render(history: History, name: str, evaluation: Mapping[str, Any] | None = N
             name=name,
             title=history.model.name if history.model else name,
             history=history,
-            started=history.sittings[0].started,
+            started=history.sessions[0].started,
             error=_error(history),
             summary=history.summary(),
             heldout=history.heldout_losses,
@@ -111,7 +111,7 @@ def render(history: History, name: str, evaluation: Mapping[str, Any] | None = N
             values=_for_script(history, drawn),
             forecast=forecast(history),
             beside=beside(history),
-            findings=diagnose(history) if history.sittings[-1].end else [],
+            findings=diagnose(history) if history.sessions[-1].end else [],
             evaluation=evaluation,
             entries=account_entries(history.data.account) if history.data else [],
             plan=rows(history.plan.plan, verbatim=True) if history.plan else [],
@@ -125,8 +125,8 @@ def render(history: History, name: str, evaluation: Mapping[str, Any] | None = N
 
 
 def _error(history: History) -> str | None:
-    """Why the last sitting ended, if it did not end well."""
-    end = history.sittings[-1].end
+    """Why the last session ended, if it did not end well."""
+    end = history.sessions[-1].end
     return end.error if end else None
 
 

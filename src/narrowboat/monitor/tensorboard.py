@@ -21,7 +21,7 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoard:
-    """Writes one event file a sitting. A resumed run takes back the steps that it is about to repeat."""
+    """Writes one event file a session. A resumed run takes back the steps that it is about to repeat."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

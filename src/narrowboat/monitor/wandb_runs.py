@@ -15,7 +15,7 @@ from narrowboat.monitor.scalars import scalars
 
 
 class WandbRuns:
-    """Writes one offline run a sitting, under ``wandb/`` in the run folder.
+    """Writes one offline run a session, under ``wandb/`` in the run folder.
 
     Raises:
         MachineError: wandb is not installed.

@@ -24,7 +24,7 @@ from narrowboat.monitor.pace import Pace
 from narrowboat.units import format_bytes, format_seconds
 
 SHOWN_ITEMS = 20
-"""Of a longer list the rest is only counted."""
+"""Longest list that is shown; of a longer one the rest is counted."""
 
 
 def line(event: Event) -> tuple[str, str] | None:

@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from narrowboat.machine.precision import with_parts
 
 BUCKET_BYTES = 32 * 2**20
-"""Of weights in a bucket whose states rest on the host."""
+"""Bytes of weights in a bucket whose states are in host memory."""
 
 HOST = torch.device("cpu")
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -75,7 +75,7 @@ class Buckets(torch.optim.Optimizer):
             bucket.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of one optimizer over all groups."""
+        """The states, in the form that one optimizer over all groups has."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = [{"params": []} for _ in range(self._num_groups)]
         for bucket, members in zip(self._buckets, self._members, strict=True):
@@ -118,7 +118,7 @@ class HostStates(Buckets):
                 _move(bucket, HOST)
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of one optimizer; waits for copies on their way to the host."""
+        """The states, in the form of one optimizer; waits for copies on their way to the host."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return super().state_dict()

@@ -18,7 +18,7 @@ from narrowboat.optimizers import curvature
 Optimizer = torch.optim.Optimizer
 
 AVERAGING = ("schedule_free",)
-"""Those whose weights to evaluate are others than those to train on."""
+"""Optimizers that evaluate with other weights than they train."""
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
@@ -72,7 +72,7 @@ def averaged(optimizer: Optimizer | None) -> Iterator[None]:
 
 
 SETTINGS = ("weight_decay", "betas", "eps", "rate")
-"""Of a parameter group: what the options say, not what was learnt."""
+"""Entries of a parameter group that come from the options, and are not learnt state."""
 
 
 def load_states(optimizer: Optimizer, saved: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ class Choice:
     option: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The values as a dictionary for JSON."""
         forecast = self.forecast
         return {
             "fits": self.fits,
@@ -67,7 +67,7 @@ class Answer:
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The values as a dictionary for JSON."""
         best = self.best
         return {
             "fits": best.fits,
@@ -81,7 +81,7 @@ class Answer:
 
 
 def bytes_of(forecast: Forecast) -> dict[str, Any]:
-    """JSON-ready."""
+    """The values as a dictionary for JSON."""
     return {
         "device_bytes": forecast.device_bytes,
         "host_bytes": forecast.host_bytes,

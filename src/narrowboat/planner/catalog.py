@@ -21,7 +21,7 @@ REACHED = 0.5
 """What a run reaches of a card's published peaks."""
 
 HOST_BYTES, DISK_BYTES, CALL_SECONDS = 12e9, 1.5e9, 8e-6
-"""Of a machine that is not here: a PCIe 4 slot in use, a solid-state disk, a kernel's launch from Python."""
+"""Rates that are assumed for a machine that is not here: a PCIe 4 slot in use, a solid-state disk, a kernel launch."""
 
 _VARIANTS = ("-instruct", "-it", "-chat", "-base", "-hf", "-pt", "-2507", "-2407", "-2501")
 

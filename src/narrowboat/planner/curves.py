@@ -41,7 +41,7 @@ class About:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a model: its layers, the bytes of its largest layer's weights, and why kinds of plan are refused."""
+    """Facts about a model: its layers, the bytes of its largest layer's weights, and why kinds of plan are refused."""
 
     num_layers: int
     layer_bytes: int

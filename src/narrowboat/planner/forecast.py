@@ -139,7 +139,7 @@ class Forecaster:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """Of the weights of the largest layer, which has to be on a card as a whole."""
+        """Bytes of the weights of the largest layer, which has to be on a card as a whole."""
         return max(sum(p.nbytes for p in layer.module.parameters()) for layer in self._layers)
 
     def _loading(self, loaded_bytes: int, weight_bytes: int) -> int:
@@ -155,7 +155,7 @@ class Forecaster:
 
     @cached_property
     def _mapped_bytes(self) -> int:
-        """Of weights that may rest where they lie in the model's files: not cast, quantised or put together anew."""
+        """Bytes of weights that can stay in the model's files: not cast, quantised or put together anew."""
         if self.work.stored != self.work.dtype or self.work.options.model.quantize != "none":
             return 0
         anatomy = Anatomy.of(self._base)

@@ -15,7 +15,7 @@ from narrowboat.planner.target import Limits, Target
 from narrowboat.units import format_bytes
 
 FREE_SHARE = 0.9
-"""Of what is free, taken where the user names no budget."""
+"""Share of free memory that is the budget where the user names none."""
 
 
 def target_here(device: torch.device, dtype: torch.dtype) -> Target:

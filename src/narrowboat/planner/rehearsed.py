@@ -103,7 +103,7 @@ def kept_for(work: Workload) -> Path:
 
 @cache
 def _source_digest() -> str:
-    """Of every file of this package: a forecast is a run of its code."""
+    """A digest of every file of this package, because a forecast runs its code."""
     digest = xxhash.xxh3_128()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())

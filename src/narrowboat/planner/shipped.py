@@ -19,7 +19,7 @@ from narrowboat.planner.curves import ENDS, STEP, About, Curves, Facts, Point, b
 
 FORMATS = ("none", "nf4")
 RANKS = (16, 64)
-"""Those that are rehearsed; the others lie on the line through them."""
+"""Values that are rehearsed; others are interpolated."""
 
 LIGHT = "adamw8bit"
 STATES, LOADING = "optimizer states", "loading"

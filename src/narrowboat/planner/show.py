@@ -96,7 +96,7 @@ def _where_else(forecast: Forecast) -> str:
 
 
 def seconds_of(forecast: Forecast) -> str:
-    """Of a step, or from the fastest to the slowest card of the size; empty where no rate is known."""
+    """Seconds of a step, or a range from the fastest to the slowest card of the size; empty where no rate is known."""
     if forecast.seconds is not None:
         return format_seconds(forecast.seconds)
     if forecast.seconds_range is None:

@@ -53,7 +53,7 @@ class Governor:
         return self._rung == len(self._rungs) - 1
 
     def begin_with(self, plan: MemoryPlan) -> None:
-        """Start from a plan that an earlier sitting learnt."""
+        """Start from a plan that an earlier session learnt."""
         plain = [rung.model_copy(update={"micro_batch_tokens": plan.micro_batch_tokens}) for rung in self._rungs]
         if plan in plain:
             self._rung = plain.index(plan)

@@ -87,7 +87,7 @@ def run(
 
 @dataclass
 class _Leg:
-    """The steps of one sitting; ``position`` is how far it has come."""
+    """The steps of one session; ``position`` is how far it has come."""
 
     recovery: Recovery
     course: Course

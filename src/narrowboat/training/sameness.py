@@ -25,7 +25,7 @@ TOLD = (
     "optimizer.lr", "optimizer.schedule", "optimizer.warmup_steps", "train.steps", "train.epochs", "model.device",
     "heldout",
 )  # fmt: skip
-"""Those that may change on the way, as everybody expects."""
+"""Options that may change when a run is resumed."""
 
 BY_CONTENT = {
     "data": ("data.", "segments.", "dialogues.", "packing."),

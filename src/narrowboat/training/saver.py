@@ -29,7 +29,7 @@ from narrowboat.training.folder import BEST, CHECKPOINTS
 from narrowboat.units import format_bytes
 
 HOST_SHARE = 0.5
-"""Of the host's free memory that a copy may take."""
+"""Share of the free host memory that a copy may take."""
 
 
 class Saver:

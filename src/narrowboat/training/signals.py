@@ -148,7 +148,7 @@ class StopRequest:
             raise StoppedAtOnce(self.received)
 
     def _first(self, number: int) -> int:
-        """Of several signals that came while Python could not look: it takes the lowest number first."""
+        """The signal that came first, where several came while Python could not handle them."""
         came = b""
         if self._arrivals is not None:
             with suppress(BlockingIOError):

@@ -50,7 +50,7 @@ class Rotation:
         return rotation
 
     def turn(self, keys: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """``keys [1, kv heads, tokens, size]`` moved on by so many positions, ``[kv heads, tokens]``."""
+        """``keys [1, kv heads, tokens, size]`` moved on by ``[kv heads, tokens]`` positions."""
         angles = by[..., None].double() * self.frequencies.to(by.device)
         cos, sin = angles.cos().to(keys.dtype), angles.sin().to(keys.dtype)
         half = self.frequencies.shape[0]

@@ -17,7 +17,7 @@ from narrowboat.memory.carry.policy import ALL_QUERIES, Candidates, Choice
 class Lru:
     """Blocks of tokens, of which the least recently used go first; all heads alike.
 
-    A block, so many tokens of the document, is used when it receives more than ``threshold`` of the attention of a
+    A block of tokens of the document is used when it receives more than ``threshold`` of the attention of a
     segment's queries, averaged over these and over heads. New tokens count as used. Blocks stay or go whole. Mark:
     the number of the segment that used the token's block last.
     """
