@@ -23,14 +23,11 @@ from narrowboat.planner.page import write_page
 from narrowboat.planner.search import Search
 from narrowboat.planner.shipped import shipped
 from narrowboat.planner.show import show
-from narrowboat.planner.target import Limits, Target
+from narrowboat.planner.target import SOME_CARD, Limits, Target
 from narrowboat.units import GIB, MIB, format_bytes
 
 HOST_BUDGET = 64 * GIB
 """Of host memory beside a card that is not here."""
-
-SOME_CARD = (8, 6)
-"""Compute capability where a budget alone is named: of most cards that people have."""
 
 AUTO_RANK = 16
 
@@ -189,7 +186,7 @@ def _card(question: Question) -> tuple[Target, Limits]:
     if memory.budget is None:
         raise OptionError("whose memory? Name a --card (such as rtx-4090), a --budget (such as 24GiB), or a run's file")
     others = catalog.rates_of_size(memory.budget)
-    return Target(True, card_margin(SOME_CARD), others=others), Limits(memory.budget, host_bytes)
+    return Target(SOME_CARD, card_margin(SOME_CARD), others=others), Limits(memory.budget, host_bytes)
 
 
 def _notes(question: Question) -> list[str]:
