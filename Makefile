@@ -1,7 +1,7 @@
 # make setup   .venv with everything pinned        make demo   a model learns from long text, start to end
 # make check   format, lint, types, contracts      make test   the whole test suite
 # make torture kills, faults, fuzzing, for hours   make audit  known holes in what is depended on
-# make docs    the documentation's site, in build/docs
+# make docs    the documentation's site, in build/docs   make test-lowest  the core on the lowest versions
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
@@ -11,7 +11,7 @@ DEMO_TOKENS ?= 2048
 DEMO_STEPS ?= 6
 DEMO_FOLDER ?= build/demo
 
-.PHONY: setup demo test torture check audit docs test-card format clean
+.PHONY: setup demo test test-lowest torture check audit docs test-card format clean
 
 setup: .venv/ready
 
@@ -34,6 +34,19 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# The suite's core on the lowest versions that pyproject.toml allows, in an environment of its own.
+CORE ?= tests/machine tests/memory tests/model tests/owner tests/optimizers tests/engine tests/test_running.py
+
+test-lowest: .venv-lowest/ready
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest $(CORE)
+
+.venv-lowest/ready: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet --upgrade 'pip>=25.1'
+	.venv-lowest/bin/pip install --quiet --constraint constraints-lowest.txt torch
+	.venv-lowest/bin/pip install --quiet --constraint constraints-lowest.txt --group dev --editable '.[all]'
+	touch $@
 
 torture: setup
 	$(BIN)/python -m tests.torture --kills 200 --faults --limits --sizes --soak 1000

@@ -1,4 +1,4 @@
-"""Line charts as SVG text: axes, a legend, nothing else; no library is needed to draw or to read them."""
+"""Line and bar charts as SVG text: axes, a legend, nothing else; no library is needed to draw or to read them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,62 @@ class Line:
     points: Sequence[tuple[float, float]]
 
 
+@dataclass(frozen=True)
+class Bar:
+    """A number of a group, such as a task, under a name that comes in every group."""
+
+    group: str
+    name: str
+    value: float
+
+
 def chart(charts: Sequence[tuple[str, Sequence[Line]]], x_name: str, linear: Collection[str] = ()) -> str:
     """Charts side by side, one legend below; axes are logarithmic but for the heights of those titled in ``linear``."""
     names = list(dict.fromkeys(line.name for _, lines in charts for line in lines))
-    total_width, total_height = (WIDTH + LEFT) * len(charts) + 20, HEIGHT + TOP + 60 + 18 * math.ceil(len(names) / 3)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width} {total_height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{total_width}" height="{total_height}" fill="white"/>',
-    ]
+    parts = []
     for number, (title, lines) in enumerate(charts):
         parts += _one(title, lines, x_name, names, LEFT + number * (WIDTH + LEFT), title in linear)
+    return _page(len(charts), names, parts)
+
+
+def bars(charts: Sequence[tuple[str, Sequence[Bar]]], groups: Sequence[str]) -> str:
+    """Bar charts side by side, heights from 0 on, one legend below; a line where 1 is."""
+    names = list(dict.fromkeys(bar.name for _, some in charts for bar in some))
+    parts, bottom, width = [], TOP + HEIGHT, WIDTH - 20
+    for number, (title, some) in enumerate(charts):
+        left, highest = LEFT + number * (WIDTH + LEFT), 1.05 * max([1.0, *(bar.value for bar in some)])
+        parts.append(f'<text x="{left}" y="{TOP - 14}" font-weight="bold">{escape(title)}</text>')
+        for tick in _ticks(0, highest, is_linear=True):
+            y = bottom - HEIGHT * tick / highest
+            parts.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{tick:g}</text>')
+            parts.append(f'<path d="M{left},{y:.1f}h{width}" stroke="{"#888" if tick == 1 else "#eee"}"/>')
+        for i, group in enumerate(groups):
+            start = left + width * (i + 0.1) / len(groups)
+            each = 0.8 * width / len(groups) / len(names)
+            for bar in (bar for bar in some if bar.group == group):
+                place, height = names.index(bar.name), HEIGHT * bar.value / highest
+                parts.append(
+                    f'<rect x="{start + place * each:.1f}" y="{bottom - height:.1f}" width="{each - 1:.1f}" '
+                    f'height="{height:.1f}" fill="{COLOURS[place % len(COLOURS)]}"/>'
+                )
+            middle = start + 0.4 * width / len(groups)
+            parts.append(f'<text x="{middle:.0f}" y="{bottom + 16}" text-anchor="middle">{escape(group)}</text>')
+    return _page(len(charts), names, parts)
+
+
+def _page(num_charts: int, names: Sequence[str], parts: Sequence[str]) -> str:
+    """Charts on white, with their legend."""
+    total_width, total_height = (WIDTH + LEFT) * num_charts + 20, HEIGHT + TOP + 60 + 18 * math.ceil(len(names) / 3)
+    legend = []
     for i, name in enumerate(names):
         x, y = LEFT + 240 * (i % 3), HEIGHT + TOP + 60 + 18 * (i // 3)
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{COLOURS[i % len(COLOURS)]}"/>')
-        parts.append(f'<text x="{x + 20}" y="{y}">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        legend.append(f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{COLOURS[i % len(COLOURS)]}"/>')
+        legend.append(f'<text x="{x + 20}" y="{y}">{escape(name)}</text>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width} {total_height}" '
+        f'font-family="sans-serif" font-size="12">\n<rect width="{total_width}" height="{total_height}" fill="white"/>'
+    )
+    return "\n".join([head, *parts, *legend, "</svg>"]) + "\n"
 
 
 def _one(

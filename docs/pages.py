@@ -36,7 +36,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages, and what benchmarks and examples leave."""
     written = {name: (TOP / source).read_text(encoding="utf-8") for source, name in PAGES.items()}
     written = {name: relinked(text, "", "") for name, text in written.items()}
-    written |= {"models.md": models(), "api.md": api(), "events.md": event_page()}
+    written |= {"catalog.md": models(), "api.md": api(), "events.md": event_page()}
     for name, text in written.items():
         files.append(File.generated(config, name, content=text))
     for folder in SHOWN:

@@ -16,7 +16,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from narrowboat import api
 from narrowboat.cli import main
+from narrowboat.errors import ModelError
 from narrowboat.options.load import dump, load
 from narrowboat.options.schema import Options
 
@@ -260,3 +262,60 @@ def test_what_nobody_foresaw_is_one_sentence_and_a_traceback_in_the_runs_folder(
     assert said.startswith(f"narrowboat: Llama: {doing}")
     assert "failed with AttributeError: no such thing. Try another" in said
     assert "in fails" in (tmp_path / "run" / "error.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "place", "said"),
+    [
+        (["eval", "RUN", "--data", "DATA"], "narrowboat.measuring.compare", "Llama: measuring the adapter"),
+        (["eval", "RUN", "--data", "DATA"], "narrowboat.measuring.choose", "Llama: planning"),
+        (
+            ["export", "RUN", "OUT"],
+            "narrowboat.exporting.merge",
+            "LlamaForCausalLM: merging the adapter into the model",
+        ),
+        (["export", "RUN/adapter", "OUT", "--adapter"], "narrowboat.exporting.card", "LlamaForCausalLM: copying the"),
+    ],
+)
+def test_what_nobody_foresaw_of_an_adapters_use_is_one_sentence_too(
+    command: list[str],
+    place: str,
+    said: str,
+    run_options: Callable[..., Options],
+    dialogues: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(*given: object, **more: object) -> None:
+        raise AttributeError("no such thing\nand more")
+
+    run = tmp_path / "run"
+    api.train(run_options(**{"train.steps": 1}), quiet=True)
+    monkeypatch.setattr(place, fails)
+    words = {"RUN": str(run), "DATA": str(dialogues), "OUT": str(tmp_path / "out"), "RUN/adapter": str(run / "adapter")}
+    monkeypatch.setattr(sys, "argv", ["narrowboat", *(words.get(word, word) for word in command)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert left.value.code == 1
+    assert line.startswith(f"narrowboat: {said}") and "failed with AttributeError: no such thing. Try" in line
+    assert "in fails" in (run / "error.txt").read_text()
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_run_the_traceback_is_in_the_cache(
+    tiny_model: Path, dialogues: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object, **more: object) -> None:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setenv("NARROWBOAT_CACHE", str(tmp_path / "cache"))
+    adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    monkeypatch.setattr("narrowboat.measuring.prepared_data", fails)
+    with pytest.raises(ModelError, match=r"Llama: reading the data to measure on failed .*cache/error\.txt, where"):
+        api.evaluate(tmp_path / "adapter", data=[str(dialogues)], base=str(tiny_model))
+    assert "in fails" in (tmp_path / "cache" / "error.txt").read_text()
+    assert [path.name for path in (tmp_path / "adapter").iterdir()] == ["adapter_config.json"]

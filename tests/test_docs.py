@@ -18,7 +18,14 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     pages = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")}
-    assert {"index.html", "api/index.html", "models/index.html", "events/index.html", "options/index.html"} <= pages
+    assert {
+        "index.html",
+        "api/index.html",
+        "models/index.html",
+        "catalog/index.html",
+        "events/index.html",
+        "options/index.html",
+    } <= pages
     for page in ("index.html", "benchmarks/index.html"):
         place = tmp_path / "site" / page
         for source in re.findall(r'<img[^>]* src="([^":]+)"', place.read_text(encoding="utf-8")):

@@ -90,7 +90,7 @@ def test_shown_examples_mark_what_is_learnt_where_there_is_no_colour(prepare) ->
         (["--data.train", ""], 2, "data.train names no file"),
         (["--data.train", "/nowhere/x.jsonl"], 1, "/nowhere/x.jsonl"),
         (["--model.name", "/nowhere/model"], 1, "there is no such folder"),
-        (["--data.cache", "/dev/null/here"], 1, "data.cache names another folder"),
+        (["--data.cache", "/dev/null/here"], 1, "Choose another folder with data.cache"),
         (["--data.format", "text"], 1, "no record can be used"),
         (["nonsense"], 2, "expected one configuration file"),
     ],

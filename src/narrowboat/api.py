@@ -1,7 +1,6 @@
-"""What ``import narrowboat`` offers: train, install, meter; the rooms put together to whole jobs.
+"""What ``import narrowboat`` offers: plan, train, evaluate, generate, export and push, each as one function.
 
-Rooms on one floor do not know each other, so what needs several of them (a run needs data, model, planner, engine,
-loop and recorders) is put together here, and nowhere else.
+The functions are thin: the modules below this one do the work.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ __all__ = ["evaluate", "export", "generate", "install", "meter", "plan_for", "pu
 
 
 def plan_for(options: Options, num_tokens: int | None = None, card: str = "") -> Answer:
-    """What fits: the fastest plan for a row of ``num_tokens`` and its neighbours, on this machine or on a card.
+    """Find the fastest plan that fits for a row of ``num_tokens``, and its neighbours, on this machine or on a card.
 
     Args:
-        options: the run's; no weight is read, and a model of the catalogue needs no download.
-        num_tokens: of the row; None asks for the longest one that fits.
-        card: a name of the catalogue, such as rtx-4090.
+        options: the options of the run. No weight is read, and a model of the catalogue needs no download.
+        num_tokens: length of the row; None finds the longest row that fits.
+        card: a name of the catalogue, such as rtx-4090; empty plans for this machine.
 
     Raises:
         OptionError: the model or card is unknown.
@@ -61,11 +60,12 @@ def train(
         quiet: show no progress; files are written all the same.
         resume_anyway: go on although these differ from what the checkpoint was made with: options (``lora.alpha``),
             or ``data``, ``weights``, ``tokenizer``.
-        callbacks: each is called with every event (``events.py``); one that fails hears no more, which is told.
+        callbacks: each is called with every event (``events.py``). One that raises is not called again; a notice says
+            so.
 
     Raises:
-        NarrowboatError: its kinds say what was refused, before which nothing in the folder has changed;
-            ``Interrupted`` after a signal or ``train.max_minutes``, when the run is saved.
+        NarrowboatError: a subclass says what was refused. A refusal comes before anything in the folder is changed.
+        Interrupted: a signal came, or ``train.max_minutes`` are over; the run is saved.
     """
     options = load.of(options)
     refuse_no_data(options)
@@ -76,7 +76,7 @@ def train(
         record = Record(folder, quiet=quiet, callbacks=callbacks, monitors=options.train.monitor)
         job = Job(options, folder, record, quiet, stop)
         try:
-            with job.unforeseen_in_a_sentence(), said_in_words():
+            with job.work.in_a_sentence():
                 return job.run(resume, resume_anyway)
         except BaseException as error:
             job.end("interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed", error)
@@ -97,22 +97,23 @@ def export(
     host_bytes: int | None = None,
     verified: bool = True,
 ) -> dict[str, Any]:
-    """Write the model of a run with its adapter added in to ``out``, or the adapter alone; what was written.
+    """Write a run's model with the adapter merged into it to ``out``, or the adapter alone. Return what was written.
 
     Args:
         folder: a run's folder, or a PEFT adapter's.
         out: must not exist, or be empty.
-        merged: whether to add the adapter to the base.
-        base: the model; that of the run or of the adapter's configuration if empty.
-        say: hears notices.
-        onto: for a base that was quantised in training: what the adapter learnt on, or what it was before.
-        gguf: write a GGUF file of this type as well.
-        host_bytes: of host memory that may be taken.
-        verified: whether the merged model is loaded back and its logits compared.
+        merged: True merges the adapter into the base; False writes the adapter alone.
+        base: the base model; empty takes the one that the run or the adapter's configuration names.
+        say: receives notices.
+        onto: for a base that was quantised in training: ``dequantised`` merges into the weights that the adapter was
+            trained on, ``original`` into the weights as they were before quantising.
+        gguf: also write a GGUF file of this type.
+        host_bytes: limit of host memory, in bytes.
+        verified: load the merged model back and compare its logits with those of base and adapter.
 
     Raises:
         CheckpointError: there is no whole adapter in ``folder``, or ``out`` cannot be written.
-        ModelError: the base cannot be merged with.
+        ModelError: the adapter cannot be merged into this base.
     """
 
     def tell(event: Event) -> None:
@@ -123,7 +124,7 @@ def export(
 
 
 def push(folder: Path, name: str, private: bool = False, say: Callable[[str], None] = print) -> str:
-    """Upload the adapter of the run in ``folder`` to the hub's repository ``name`` (owner/name); its address.
+    """Upload the adapter of the run in ``folder`` to the hub's repository ``name`` (owner/name). Return its address.
 
     Raises:
         OptionError: ``name`` is no name of a repository.
@@ -149,15 +150,15 @@ def evaluate(
     """Measure an adapter against its base model: loss, perplexity by place, answers and their scores.
 
     Args:
-        folder: a run's, measured under its own options, or an adapter's.
-        tell: hears notices.
-        data: files to measure on; the run's held-out data if empty.
-        base: the model, if the adapter does not say.
-        num_answers: most that are generated; as the run's ``evaluate.answers`` if None.
+        folder: a run's folder (measured under the run's options) or an adapter's folder.
+        tell: receives notices.
+        data: files to measure on; empty takes the run's held-out data.
+        base: the base model, where the adapter does not name it.
+        num_answers: how many answers to generate at most; None takes the run's ``evaluate.answers``.
 
     Raises:
         OptionError: the folder holds neither run nor adapter, or there is nothing to measure on.
-        NarrowboatError: what else was refused.
+        NarrowboatError: any other refusal.
     """
     return measuring.measure(measuring.Measurement(folder, data, base, num_answers), tell)
 
@@ -170,18 +171,18 @@ def generate(
     base: str = "",
     tell: Tell = lambda event: None,
 ) -> str:
-    """What the model of a run, or of an adapter, answers, under the run's budget.
+    """Generate the answer of a run's model, or of an adapter's, within the run's memory budget.
 
     Args:
-        folder: the run's or the adapter's.
+        folder: a run's folder or an adapter's folder.
         messages: the question, or a dialogue as ``{"role": "user", "content": "..."}`` messages.
-        most_tokens: of the answer.
-        base: the model, if the adapter does not say.
-        tell: hears notices.
+        most_tokens: longest answer, in tokens.
+        base: the base model, where the adapter does not name it.
+        tell: receives notices.
 
     Raises:
         OptionError: the folder holds neither run nor adapter.
-        NarrowboatError: what else was refused.
+        NarrowboatError: any other refusal.
     """
     asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     with measuring.speaking(folder, tell, base) as speaker:

@@ -1,8 +1,8 @@
 """A model ready to work: loaded where its plan says, adapted, in an engine, under a gauge; put together here alone.
 
-Training, evaluating, answering, probing a plan and scoring keyframes differ in what they do with it, not in how it is
-made. The budget holds from the first byte read: the gauge is there before the model, each weight goes straight to
-where it rests, and on the way out nothing is brought home.
+Training, evaluating, answering, probing a plan and scoring keyframes use the model in different ways, but load it in
+the same way. The budget holds from the first byte: the memory gauge starts before the model is read, each weight goes
+straight to the place that the plan gives it, and at the end no weight is copied back to the device.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from narrowboat.units import format_bytes
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a job before a weight is read.
+    """What is known about a job before a weight is read.
 
     Attributes:
-        options: the run's.
-        device: where the arithmetic is.
-        precision: number formats.
+        options: the options of the run.
+        device: the device that computes.
+        precision: number formats by role.
         config: the model's transformers configuration.
-        tokenizer: the model's.
-        tell: hears what happens.
+        tokenizer: the model's tokenizer.
+        tell: receives events.
     """
 
     options: Options
@@ -58,10 +58,10 @@ class Setting:
 
     @classmethod
     def of(cls, options: Options, tell: Tell, dtype: str = "") -> Setting:
-        """That of ``options``; ``dtype`` is the format that an earlier session chose.
+        """The setting for ``options``; ``dtype`` is the number format that an earlier session of the run chose.
 
         Raises:
-            ModelError: there is no such model, or it is not a causal one.
+            ModelError: there is no such model, or it is not a causal language model.
         """
         hush_transformers()
         for text in newer_than_tried():
@@ -74,14 +74,19 @@ class Setting:
         tokenizer = load_tokenizer(options.model.name, tell, options.model.trust_remote_code)
         return cls(options, device, precision, config, tokenizer, tell)
 
+    @property
+    def kind(self) -> str:
+        """What the model's class is called, without saying what it is for: ``Llama``."""
+        return type(self.config).__name__.removesuffix("Config")
+
 
 @dataclass
 class Assembled:
     """A model ready to work.
 
     Attributes:
-        gauge: entered.
-        engine: entered.
+        gauge: measures memory; already entered.
+        engine: already entered.
         model: with its adapter, if it has one.
         optimizer: over the adapter; None where nothing is trained.
     """
@@ -94,14 +99,14 @@ class Assembled:
 
 @dataclass
 class Wanted:
-    """What a job does with the model.
+    """What a job needs the model for.
 
     Attributes:
-        plan: to begin with.
-        budget_bytes: of the device.
-        trains: whether steps are taken.
-        has_adapter: whether the model gets one.
-        data: whose documents may be carried; None for rows.
+        plan: the memory plan to begin with.
+        budget_bytes: budget on the device, in bytes.
+        trains: whether the job takes optimizer steps.
+        has_adapter: whether the model gets an adapter.
+        data: the data whose documents may use a carry; None where rows are independent.
     """
 
     plan: MemoryPlan
@@ -113,16 +118,16 @@ class Wanted:
 
 @contextmanager
 def assembled(setting: Setting, wanted: Wanted, gauge: Gauge | None = None) -> Iterator[Assembled]:
-    """The model of ``setting``, made for what is ``wanted``; let go of at the end, with nothing brought home.
+    """Load the model of ``setting`` for what is ``wanted``; at the end, release it without copying weights back.
 
     Args:
-        setting: what is known of it.
-        wanted: what is done with it.
-        gauge: not entered yet; a new one if None.
+        setting: what is known about the model.
+        wanted: what the job needs it for.
+        gauge: not entered yet; None makes a new one.
 
     Raises:
         OutOfMemory: the device cannot hold what the plan leaves on it.
-        ModelError, MachineError: weights are damaged, or there is no room where they are to rest.
+        ModelError, MachineError: weights are damaged, or there is no room at the place that the plan gives them.
     """
     gc.collect()  # an earlier model whose parts know each other is there until then
     with ExitStack() as stack:
@@ -139,7 +144,7 @@ def assembled(setting: Setting, wanted: Wanted, gauge: Gauge | None = None) -> I
 
 
 def new_gauge(setting: Setting, budget_bytes: int) -> Gauge:
-    """One for the setting's device."""
+    """A gauge for the setting's device."""
     return Gauge(setting.device, budget_bytes, margin_of(setting.device).context_bytes)
 
 

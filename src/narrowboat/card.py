@@ -1,4 +1,4 @@
-"""The card of an exported model or adapter: base and licence, options, the data's account and results."""
+"""The model card of an exported model or adapter: base and licence, options, account of the data, and results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LICENCE_LINE = re.compile(r"^license(?:_name)?:\s*([\w.+-]+)\s*$", re.MULTILINE)
 
 
 def card(model: str, base: Path, options: Options | None, history: History | None, merged: bool) -> str:
-    """Markdown with a head in YAML.
+    """The model card: Markdown with a YAML header.
 
     Args:
-        model: what the base was called.
-        base: its folder.
-        options: the run's, if they are known.
-        history: of the run, if it is known.
-        merged: whether it is of a merged model, or of an adapter.
+        model: the name under which the base was loaded.
+        base: the base's folder.
+        options: the options of the run, if they are known.
+        history: the history of the run, if it is known.
+        merged: True for a merged model, False for an adapter.
     """
     licence = licence_of(model, base)
     model = model.partition("@")[0]  # its revision is among the options
@@ -57,7 +57,7 @@ def _is_hub_name(model: str) -> bool:
 
 
 def licence_of(model: str, base: Path) -> str | None:
-    """What the base's own card calls its licence; None where it says nothing."""
+    """The licence that the base's own card names; None where it names none."""
     if model == EMBEDDED:
         return "apache-2.0"
     try:
@@ -90,7 +90,7 @@ def _account(history: History | None) -> Iterator[tuple[str, str]]:
 
 
 def _options(options: Options | None) -> Iterator[tuple[str, str]]:
-    """Those that are not as they are by default, but no places on the machine."""
+    """Options that differ from their defaults, without paths of this machine."""
     for key, field in fields() if options else ():
         group, name = key.split(".")
         value: Any = getattr(getattr(options, group), name)
@@ -99,6 +99,6 @@ def _options(options: Options | None) -> Iterator[tuple[str, str]]:
 
 
 def _cell(text: str) -> str:
-    """No cell ends a table or opens a tag."""
+    """Text for a table cell, escaped so that it neither ends the table nor opens a tag."""
     plain = " ".join(text.split())
     return "".join({"|": "\\|", "<": "&lt;", "`": "'"}.get(letter, letter) for letter in plain)

@@ -1,4 +1,4 @@
-"""The plan that a job begins with, and the thriftier ones below it: the fastest whose every phase fits the budget."""
+"""Chooses the plan that a job begins with: the fastest one of which every phase fits the budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from narrowboat.training.governor import Governor
 
 @dataclass(frozen=True)
 class _Found:
-    """Rungs from the chosen one down, and what the first of them is forecast to take."""
+    """Plans from the chosen one to the thriftiest, and the forecast of the chosen one."""
 
     rungs: Sequence[MemoryPlan]
     by_cause: dict[str, int]
@@ -34,10 +34,10 @@ class _Found:
 
 
 def choose(setting: Setting, data: Prepared, trains: bool = True) -> Governor:
-    """The plan for ``data``'s rows, told and ready to be changed; ``trains`` says whether steps are taken.
+    """Choose the plan for ``data``'s rows and report it; ``trains`` says whether the job takes optimizer steps.
 
     Raises:
-        BudgetError: no plan fits, or a budget is larger than the machine.
+        BudgetError: no plan fits, or a budget is larger than the machine's memory.
     """
     options = setting.options
     limits = limits_here(options.memory, setting.device)
@@ -61,7 +61,7 @@ def choose(setting: Setting, data: Prepared, trains: bool = True) -> Governor:
 
 
 def choose_to_read(setting: Setting) -> tuple[MemoryPlan, int]:
-    """The plan for a model that only reads, a row as long as it may be, and the budget."""
+    """The plan for a model that only reads (no training), the longest row in tokens, and the budget in bytes."""
     limits = limits_here(setting.options.memory, setting.device)
     positions = num_positions(setting.config.get_text_config())
     found = search_in(setting, trains=False).choose(setting.options.data.max_tokens or positions or 4096, limits)
@@ -69,7 +69,7 @@ def choose_to_read(setting: Setting) -> tuple[MemoryPlan, int]:
 
 
 def search_in(setting: Setting, trains: bool = True) -> Search:
-    """Plans for the setting's model on its machine."""
+    """A search over the plans for the setting's model on this machine."""
     options, dtype = setting.options, setting.precision.base.dtype
     stored = stored_dtype(options.model.name, setting.config)
     work = Workload(setting.config, options, dtype, card_at(setting.device), stored, trains)
@@ -84,6 +84,8 @@ def _for_rows(setting: Setting, rows: Sequence[Rows], trains: bool) -> _Found:
     choice = search.choose(max(lengths), limits)
     if trains:
         choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
+    else:
+        choice = search.group_answers(choice, options.evaluate.answers, limits)
     pace = choice.num_tokens * choice.num_rows / choice.seconds if choice.seconds and trains else None
     return _Found(search.from_here_down(choice.plan), choice.by_cause, choice.phases, max(lengths), pace)
 

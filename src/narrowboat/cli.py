@@ -33,10 +33,10 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; what Narrowboat refuses becomes one clear message and an exit code."""
-    for talkative in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # of kernels that this machine cannot use
+    for talkative in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # they warn of kernels this machine cannot use
         logging.getLogger(talkative).setLevel(logging.ERROR)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a console has no letters for is written as escapes
+        if isinstance(stream, io.TextIOWrapper):  # a console that lacks a character shows its escape
             stream.reconfigure(errors="backslashreplace")
     try:
         with said_in_words():
@@ -48,12 +48,12 @@ def main() -> None:
         print("\n".join(f"narrowboat: {line}" for line in lines), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as stopped:
-        print("narrowboat: stopped at once; what was not saved is lost", file=sys.stderr)
+        print("narrowboat: stopped at once; work since the last checkpoint is lost", file=sys.stderr)
         sys.exit(getattr(stopped, "exit_code", 130))
 
 
 def _loading() -> None:
-    """The first line, within a second: what comes next takes some."""
+    """Print a first line within a second, because importing torch takes several."""
     print("narrowboat: loading PyTorch and transformers", file=sys.stderr, flush=True)
 
 
@@ -80,12 +80,12 @@ Config = Annotated[Path | None, typer.Argument(help="A YAML file of options; fla
 def train(
     config: Config = None,
     *,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest undamaged checkpoint.")] = False,
     resume_anyway: Annotated[
         str,
         typer.Option(
             "--resume-anyway",
-            help="Go on although these are not what the run began with: lora.alpha,data,weights,tokenizer.",
+            help="Continue although these differ from what the run began with: lora.alpha,data,weights,tokenizer.",
             show_default=False,
         ),
     ] = "",
@@ -110,10 +110,10 @@ def sweep(
     over: Annotated[
         list[str], typer.Option("--over", help="Options and their values: optimizer.lr=1e-4,2e-4 lora.rank=8,16.")
     ] = [],  # noqa: B006
-    into: Annotated[Path, typer.Option("--into", help="The sweep's folder; one that was stopped goes on.")] = Path(
+    into: Annotated[Path, typer.Option("--into", help="The sweep's folder; a stopped sweep continues.")] = Path(
         "runs/sweep"
     ),
-    devices: Annotated[str, typer.Option("--devices", help="CUDA devices that run trials side by side: 0,1.")] = "",
+    devices: Annotated[str, typer.Option("--devices", help="CUDA devices, each for one trial at a time: 0,1.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the ranked trials as JSON.")] = False,
     flags: dict[str, Any],
 ) -> None:
@@ -139,24 +139,25 @@ def sweep(
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
-    out: Annotated[Path, typer.Argument(help="Where to put it; a folder that does not exist yet.")],
+    folder: Annotated[Path, typer.Argument(help="A run's folder, or an adapter's folder.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet, or be empty.")],
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapter alone instead of a merged model.")
     ] = False,
     base: Annotated[
-        str, typer.Option("--base", help="The base model, if the folder does not name it.", show_default=False)
+        str, typer.Option("--base", help="The base model, where the folder does not name it.", show_default=False)
     ] = "",
     onto: Annotated[
         Literal["dequantised", "original"],
         typer.Option(
             "--onto",
-            help="A quantised base: merge with what the adapter was trained on, or with the original.",
+            help="For a quantised base. dequantised: merge into the weights that the adapter was trained on; "
+            "original: merge into the weights before quantising.",
         ),
     ] = "dequantised",
     gguf: Annotated[
         Literal["f32", "f16", "bf16", "q8_0"] | None,
-        typer.Option("--gguf", help="Write a GGUF file as well, for llama.cpp and Ollama.", show_default=False),
+        typer.Option("--gguf", help="Also write a GGUF file, for llama.cpp and Ollama.", show_default=False),
     ] = None,
     host_budget: Annotated[
         str,
@@ -169,7 +170,7 @@ def export(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
-    """Write a trained model that needs no adapter, in the base's format; or the adapter alone."""
+    """Write a model with the adapter merged into it, in the base's format; or the adapter alone."""
     host_bytes = options.load(None, {"memory.host_budget": host_budget} if host_budget else {}).memory.host_budget
     _loading()
     from narrowboat import api
@@ -188,11 +189,11 @@ def export(
 
 @app.command()
 def push(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
+    folder: Annotated[Path, typer.Argument(help="A run's folder, or an adapter's folder.")],
     name: Annotated[str, typer.Argument(help="The hub's repository: owner/name.")],
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
 ) -> None:
-    """Upload a run's adapter, with its tokenizer and card, to the model hub."""
+    """Upload a run's adapter, with its tokenizer and model card, to the model hub."""
     _loading()
     from narrowboat import api
 
@@ -204,7 +205,7 @@ def push(
 def plan(
     config: Config = None,
     *,
-    model: Annotated[str, typer.Option("--model", help="A name of the catalogue, a folder, or owner/model.")] = "",
+    model: Annotated[str, typer.Option("--model", help="A model of the catalogue, a folder, or owner/model.")] = "",
     quantize: Annotated[
         str, typer.Option("--quantize", help="nf4, int4_weight, int8 or int8_weight.", show_default=False)
     ] = "",
@@ -221,12 +222,12 @@ def plan(
         str, typer.Option("--card", help="A card of the catalogue, such as rtx-4090.", show_default=False)
     ] = "",
     probe: Annotated[bool, typer.Option("--probe", help="Take two real steps and read memory and time.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Write an interactive page there.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write an interactive page to this file.")] = None,
     known: Annotated[bool, typer.Option("--known", help="List the models and cards of the catalogue.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     flags: dict[str, Any],
 ) -> None:
-    """Say what fits before anything is downloaded: for a file's run on this machine, or for a card."""
+    """Say what fits, before anything is downloaded: for the run of a file on this machine, or for a card."""
     short = {
         "model.name": model,
         "model.quantize": quantize,
@@ -251,13 +252,11 @@ def plan(
 def prepare(
     config: Config = None,
     *,
-    show: Annotated[
-        int, typer.Option("--show", min=0, help="Print this many examples, with what is learnt in colour.")
-    ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the account for machines.")] = False,
+    show: Annotated[int, typer.Option("--show", min=0, help="Print this many examples; learnt text is in colour.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the account as JSON.")] = False,
     flags: dict[str, Any],
 ) -> None:
-    """Read, cut and pack the data for training, and say where every token went."""
+    """Read, cut and pack the data for training, and count what becomes of every token."""
     chosen = options.load(config, flags)
     _loading()
     from narrowboat import preparing
@@ -268,11 +267,11 @@ def prepare(
 @app.command()
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(help="A run folder, or a log of transformers or TRL.", show_default=False)
+        Path | None, typer.Argument(help="A run's folder, or a log of transformers or TRL.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what is wrong with a run, with evidence, cause and option; without one, measure this machine for plans."""
+    """Find what went wrong in a run: evidence, cause and the option to change. Without a run, measure this machine."""
     if run is None:
         _loading()
         from narrowboat import doctor as examining
@@ -288,25 +287,25 @@ def doctor(
         print(json.dumps([finding.as_dict() for finding in findings]))
     else:
         told = ["\n".join(finding.lines()) for finding in findings]
-        print("\n\n".join(told) or f"{run}: nothing is wrong that its record would show.")
+        print("\n\n".join(told) or f"{run}: found nothing wrong in its record.")
 
 
 @app.command("eval")
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
+    folder: Annotated[Path, typer.Argument(help="A run's folder, or an adapter's folder.")],
     data: Annotated[
-        list[str], typer.Option("--data", help="Measure on this file or folder instead; may be given several times.")
+        list[str], typer.Option("--data", help="Measure on this file or folder instead; can be given several times.")
     ] = [],  # noqa: B006
     answers: Annotated[
-        int | None, typer.Option("--answers", min=0, help="Most answers that are generated.", show_default=False)
+        int | None, typer.Option("--answers", min=0, help="How many answers to generate at most.", show_default=False)
     ] = None,
     base: Annotated[
-        str, typer.Option("--base", help="The model, if the adapter does not say.", show_default=False)
+        str, typer.Option("--base", help="The base model, where the adapter does not name it.", show_default=False)
     ] = "",
-    show: Annotated[int, typer.Option("--show", min=0, help="Show so many answers side by side.")] = 2,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result for machines.")] = False,
+    show: Annotated[int, typer.Option("--show", min=0, help="How many answers to show side by side.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Measure an adapter against its base model: loss, perplexity by place, and answers with their scores."""
+    """Measure an adapter against its base model: loss, perplexity by position, and answers with their scores."""
     _loading()
     from narrowboat import api
 
@@ -316,18 +315,18 @@ def evaluate(
 
 @app.command()
 def chat(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or an adapter's.")],
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer.")] = 256,
+    folder: Annotated[Path, typer.Argument(help="A run's folder, or an adapter's folder.")],
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 256,
     base: Annotated[
-        str, typer.Option("--base", help="The model, if the adapter does not say.", show_default=False)
+        str, typer.Option("--base", help="The base model, where the adapter does not name it.", show_default=False)
     ] = "",
 ) -> None:
-    """Talk with what a run has made: a question a line; an empty one begins anew, the end of the input ends it."""
+    """Chat with a run's adapter: one question a line; an empty line starts a new dialogue, Ctrl-D ends."""
     from narrowboat.measuring import speaking
 
     with speaking(folder, _say_notice, base) as speaker:
         messages: list[dict[str, str]] = []
-        print("A question a line; an empty line begins anew, Ctrl-D ends.", file=sys.stderr)
+        print("One question a line; an empty line starts a new dialogue, Ctrl-D ends.", file=sys.stderr)
         for line in sys.stdin:
             if not line.strip():
                 messages = []
@@ -344,13 +343,13 @@ def _say_notice(event: Event) -> None:
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="A run folder; several are compared.")],
+    folders: Annotated[list[Path], typer.Argument(help="A run's folder; several are compared.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Where a comparison goes (default comparison.html).", show_default=False),
+        typer.Option("--out", help="The file of a comparison (default comparison.html).", show_default=False),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Serve the page on this machine, and follow the run.")] = False,
-    port: Annotated[int, typer.Option("--port", help="For --watch; 0 takes a free one.")] = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve the page on this machine and follow the run.")] = False,
+    port: Annotated[int, typer.Option("--port", help="Port of --watch; 0 takes a free one.")] = 0,
 ) -> None:
     """Write report.html from a run's events, or a page that compares several runs."""
     from narrowboat.monitor import comparing, report, watching

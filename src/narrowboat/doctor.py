@@ -1,6 +1,6 @@
 """What this machine has, how fast it is, and whether each technique is exact here: measured in seconds.
 
-Rates and margins are kept and used by every plan made here. Memory that other processes hold is told apart from ours.
+Rates and margins are kept, and every plan on this machine uses them. Memory of other processes is counted separately.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from narrowboat.units import format_bytes
 
 
 def examine() -> dict[str, Any]:
-    """Measure anew what plans need to know of this machine: memory, limits, formats, rates, margins; and prove."""
+    """Measure what plans need to know about this machine (memory, limits, formats, rates, margins); prove
+    techniques.
+    """
     device = pick_device()
     precision = choose_precision("auto", device)
     profile = measure(device, precision.base.dtype)
@@ -52,7 +54,7 @@ def examine() -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """``examine``'s findings for people."""
+    """The findings of ``examine`` as lines of text."""
     return [
         f"device   {found['device']}, {format_bytes(found['device_total_bytes'])}, "
         f"{format_bytes(found['device_free_bytes'])} free, {format_bytes(found['others_bytes'])} held by others; "

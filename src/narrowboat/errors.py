@@ -1,4 +1,4 @@
-"""Everything Narrowboat refuses, and how it says so: a fact, its numbers, the next action.
+"""Every error that Narrowboat raises. Its message says a fact, its numbers and the next action.
 
 NarrowboatError                     exit code 1
 ├── OptionError                     2   a mistake in the configuration; all of them are reported together
@@ -28,14 +28,14 @@ NO_HOST_MEMORY = ("DefaultCPUAllocator", "can't start new thread")
 
 
 class NarrowboatError(Exception):
-    """The root: catch it to catch everything that Narrowboat refuses."""
+    """The base class: catch it to catch every refusal of Narrowboat."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One wrong entry of a configuration: where it stands, what it is, what would be right."""
+    """One wrong entry of a configuration: its place, key and value, and what is wrong with it."""
 
     where: str
     key: str
@@ -59,7 +59,7 @@ class OptionError(NarrowboatError):
 
 
 class DataError(NarrowboatError):
-    """A file or record that cannot be used; names file, line and number."""
+    """A file or record that cannot be used; the message names file and line."""
 
 
 class ModelError(NarrowboatError):
@@ -71,13 +71,15 @@ class AnatomyError(ModelError):
 
 
 class BudgetError(NarrowboatError):
-    """No plan fits the budget; names the thriftiest one, its largest part and the option that would help."""
+    """No plan fits the budget; the message names the thriftiest plan, its largest part and the option that would
+    help.
+    """
 
     exit_code = 3
 
 
 class OutOfMemory(NarrowboatError):
-    """Memory ran out on the last rung of the ladder."""
+    """Memory ran out under the thriftiest plan."""
 
     exit_code = 3
 
@@ -96,16 +98,16 @@ class Interrupted(NarrowboatError):
     def __init__(self, signal_number: int, saved: str) -> None:
         self.exit_code = 128 + signal_number
         name = signal.Signals(signal_number).name
-        super().__init__(f"Stopped by {name}; the run is saved in {saved}. Go on with --resume.")
+        super().__init__(f"Stopped by {name}; the run is saved in {saved}. Continue it with --resume.")
 
 
 @contextmanager
 def said_in_words() -> Iterator[None]:
-    """Inside, what the system refuses where nobody knew better is a ``NarrowboatError`` as well.
+    """Turn errors of the system (memory, files) that were not handled inside into a ``NarrowboatError``.
 
     Raises:
         OutOfMemory: host memory ran out.
-        MachineError: a file could not be made, read or written; with its name.
+        MachineError: a file could not be created, read or written; the message names it.
     """
     try:
         yield
@@ -113,23 +115,23 @@ def said_in_words() -> Iterator[None]:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_HOST_MEMORY):
             raise
         reason = str(error).partition("\n")[0] or "no room for another object"
-        raise OutOfMemory(f"Host memory ran out: {cut(reason)}. Free some, or allow this process more.") from error
+        raise OutOfMemory(f"Host memory ran out: {cut(reason)}. Free some, or give this process more.") from error
     except OSError as error:
         reason, place = error.strerror or str(error) or type(error).__name__, error.filename
         raise MachineError(f"{cut(str(place))}: {reason}" if place else reason) from error
 
 
 def cut(text: str) -> str:
-    """``text`` as a message shows it: the beginning where it is long."""
+    """``text`` for a message: only its beginning where it is longer than ``MAX_SHOWN`` characters."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 
 def first_line(error: Exception) -> str:
-    """Of what an error of somebody else's code says; its kind where it says nothing."""
+    """The first line of an error from another library; the error's class where its message is empty."""
     return cut((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``". Did you mean 'rank'?"``, or nothing when no known name is near."""
+    """``". Did you mean 'rank'?"``, or an empty string when no known name is similar."""
     near = get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f". Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

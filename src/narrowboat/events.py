@@ -1,7 +1,7 @@
-"""What a run tells: plain values that the loop emits and recorders write down.
+"""The events of a run: plain values that the training loop emits and recorders write down.
 
-The loop knows when, the engine knows how; recorders know neither. An event is a frozen dataclass; as JSON it carries
-its class's name as ``event`` and the wall-clock ``time`` at which it was written.
+An event is a frozen dataclass. As JSON it also has its class name as ``event`` and the wall-clock ``time`` at which it
+was written. Recorders see events alone, and know neither the loop nor the engine.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Event:
-    """The root of all events."""
+    """The base class of all events."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready, with the event's name first."""
+        """The event as a dictionary that JSON can hold, with its class name first."""
         return {"event": type(self).__name__, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class Notice(Event):
-    """Something was ignored, replaced, cut or dropped: said once, with its number."""
+    """Something was ignored, replaced, cut or dropped: reported once, with its number."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """The first event of every sitting; a resumed run has several."""
+    """The first event of a session. A run that was resumed has several sessions."""
 
     folder: str
     options: Mapping[str, Any]
@@ -39,7 +39,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class DataReady(Event):
-    """The account of the data: every token of the input is in exactly one of the counts; and some examples.
+    """The account of the data, in which every input token is counted exactly once, and some examples.
 
     A sample has a ``source`` and ``parts``, each with a ``text`` and its ``kind``: learnt, context or masked.
     """
@@ -50,7 +50,7 @@ class DataReady(Event):
 
 @dataclass(frozen=True)
 class ModelReady(Event):
-    """The model is loaded and adapted."""
+    """The model is loaded and has its adapter."""
 
     name: str
     num_parameters: int
@@ -62,7 +62,7 @@ class ModelReady(Event):
 
 @dataclass(frozen=True)
 class PlanChosen(Event):
-    """The plan that the run starts with, why it fits, and the pace that is forecast."""
+    """The plan that the run starts with, its forecast in bytes, and the forecast speed."""
 
     plan: Mapping[str, Any]
     description: str
@@ -75,7 +75,7 @@ class PlanChosen(Event):
 
 @dataclass(frozen=True)
 class PlanChanged(Event):
-    """The run goes on under another plan; the result stays the same."""
+    """The run continues under another plan; the result stays the same."""
 
     step: int
     reason: str
@@ -88,7 +88,7 @@ class PlanChanged(Event):
 class StepDone(Event):
     """One optimizer step.
 
-    ``num_skipped`` steps of the run so far had no finite gradient; ``by_cause`` is what the peak was made of.
+    ``num_skipped`` counts the steps of the run so far without a finite gradient; ``by_cause`` splits the peak's bytes.
     """
 
     step: int
@@ -110,7 +110,7 @@ class StepDone(Event):
 class MemoryMark(Event):
     """The device's memory at a stage of the run: after loading, around the first step, in an evaluation.
 
-    ``peak_bytes`` is the most since the stage before; holes are reserved and in no tensor.
+    ``peak_bytes`` is the peak since the stage before. ``hole_bytes`` are reserved by the allocator, but in no tensor.
     """
 
     stage: str
@@ -123,7 +123,7 @@ class MemoryMark(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """Held-out loss, in nats a supervised token."""
+    """The loss on held-out data (validation loss), in nats per supervised token."""
 
     step: int
     loss: float
@@ -133,7 +133,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A whole checkpoint is on disk."""
+    """A complete checkpoint is on disk."""
 
     step: int
     folder: str
@@ -143,7 +143,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class RunEnded(Event):
-    """The last event of a sitting. ``outcome``: done, interrupted or failed."""
+    """The last event of a session. ``outcome``: done, interrupted or failed."""
 
     outcome: str
     step: int
@@ -160,14 +160,14 @@ class RunEnded(Event):
 
 
 class Recorder(Protocol):
-    """Writes events down; must not slow the loop and must not raise for what it cannot draw."""
+    """Writes events down. It must not slow the loop, and must not raise for values that it cannot draw."""
 
     def record(self, event: Event) -> None:
-        """Take one event."""
+        """Write one event down."""
 
     def close(self) -> None:
         """Flush and release; called exactly once."""
 
 
 Tell = Callable[[Event], None]
-"""What rooms below the recorders take to say something: ``tell(Notice("2 records dropped"))``."""
+"""A function that takes events, passed to code that reports something: ``tell(Notice("2 records dropped"))``."""

@@ -1,23 +1,25 @@
-"""Exporting: a run's adapter, alone or added into its base, ready for others: with tokenizer, template, card and GGUF.
+"""Exporting: a run's adapter, alone or merged into its base, with tokenizer, chat template, model card and GGUF.
 
-All of it is made in a draft beside the place where it shall be, and checked there, before it gets its name: a merged
-model by loading it back. Nothing is written anywhere else, and what was written is listed.
+Everything is written to a draft folder beside ``out`` and checked there (a merged model is loaded back) before the
+draft is renamed to ``out``. Nothing is written anywhere else, and the files are listed.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from narrowboat.card import HUB_NAME, card
-from narrowboat.errors import CheckpointError, DataError, NarrowboatError, OptionError
+from narrowboat.errors import CheckpointError, DataError, ModelError, NarrowboatError, OptionError, cut
 from narrowboat.events import Notice, Tell
 from narrowboat.machine.drafts import Draft, whole
 from narrowboat.machine.hardware import free_disk_bytes, host_memory
 from narrowboat.machine.manifest import MANIFEST
-from narrowboat.model import embedded, hub
+from narrowboat.machine.unforeseen import Work
+from narrowboat.model import embedded, hub, outside
 from narrowboat.model.base import hush_transformers, model_folder, weight_files
 from narrowboat.model.export import LICENCE_FILES, TOKENIZER_FILES, copy_files, merge
 from narrowboat.model.gguf_files import GgufType, convert_adapter, convert_model
@@ -37,15 +39,15 @@ BESIDE_ADAPTER = ("generation_config.json", *TOKENIZER_FILES, *LICENCE_FILES)
 
 @dataclass(frozen=True)
 class Wish:
-    """What shall be written.
+    """What to export.
 
     Attributes:
-        merged: the base with the adapter added in, or the adapter alone.
-        base: the model, where neither run nor adapter say, or somewhere else than they say.
-        onto: for a base that was quantised in training: what the adapter learnt on, or what it was before.
-        gguf: write a GGUF file of this type as well.
-        host_bytes: of host memory that may be taken; most of what is free if None.
-        verified: whether a merged model is loaded back and compared.
+        merged: True for the base with the adapter merged into it, False for the adapter alone.
+        base: the base model, where run and adapter do not name it, or where it was moved.
+        onto: for a base that was quantised in training: the quantised weights, or those from before quantising.
+        gguf: also write a GGUF file of this type.
+        host_bytes: limit of host memory in bytes; None takes most of what is free.
+        verified: load a merged model back and compare its logits.
     """
 
     merged: bool = True
@@ -58,7 +60,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class _Source:
-    """An adapter's folder and what is known of the run that made it."""
+    """An adapter's folder and what is known about the run that made it."""
 
     adapter: Path
     options: Options | None
@@ -67,16 +69,24 @@ class _Source:
 
 
 def export(folder: Path, out: Path, wish: Wish, tell: Tell) -> dict[str, Any]:
-    """Write what is wished for to ``out``, whole or not at all; what was written, as ``files``, and what was found.
+    """Write the export to ``out``, whole or not at all. Return its ``files`` with their bytes, and the findings.
 
     Raises:
-        CheckpointError: there is no whole adapter in ``folder``, or ``out`` is taken or cannot be written.
-        ModelError: the base cannot be merged with, or converted.
-        MachineError: llama.cpp's converters cannot be had.
+        CheckpointError: there is no whole adapter in ``folder``, or ``out`` holds files or cannot be written.
+        ModelError: the base cannot be merged or converted.
+        MachineError: llama.cpp's converters are not available.
     """
     hush_transformers()
     source = _source(folder, wish.base, tell)
-    base = model_folder(source.model.name, tell)
+    work = Work(source.model.name, "reading the model's files", run_of(folder), "Try --adapter, or --no-verify")
+    with work.in_a_sentence():
+        base = model_folder(source.model.name, tell)
+        work.model = _class_of(base) or work.model
+        work.doing = "merging the adapter into the model" if wish.merged else "copying the adapter"
+        return _written(source, base, out, wish, tell)
+
+
+def _written(source: _Source, base: Path, out: Path, wish: Wish, tell: Tell) -> dict[str, Any]:
     if not wish.merged and (words := advice(refusals(read_config(source.adapter)))):
         tell(Notice(f"Not every server takes this adapter: {words}"))
     _refuse_taken(out)
@@ -93,8 +103,17 @@ def export(folder: Path, out: Path, wish: Wish, tell: Tell) -> dict[str, Any]:
     return {"folder": str(out), "num_bytes": sum(files.values())} | found | {"files": files}
 
 
+def _class_of(base: Path) -> str:
+    """The class that the model in ``base`` was saved as; empty if its configuration does not say."""
+    with suppress(ModelError):
+        stated = outside.read(base / "config.json", "no config.json in it").get("architectures")
+        if isinstance(stated, list) and stated:
+            return cut(str(stated[0]))
+    return ""
+
+
 def public_name(name: str, source: Path, adapter: Path) -> str:
-    """What an adapter's configuration calls its base: the hub's name, or the way to it from the folder ``adapter``."""
+    """The base's name for an adapter's configuration: its hub name, or its path relative to the folder ``adapter``."""
     if name == embedded.NAME:
         return embedded.HUB_NAME
     if not Path(name).expanduser().is_dir():
@@ -106,7 +125,7 @@ def public_name(name: str, source: Path, adapter: Path) -> str:
 
 
 def push(folder: Path, name: str, private: bool, tell: Tell) -> str:
-    """Upload the adapter of a run, or of an adapter's folder, to the hub's repository ``name``; its address.
+    """Upload the adapter of a run, or of an adapter's folder, to the hub's repository ``name``. Return its address.
 
     Raises:
         OptionError: ``name`` is not owner/name.
@@ -114,7 +133,7 @@ def push(folder: Path, name: str, private: bool, tell: Tell) -> str:
         MachineError: the hub cannot be reached, or refuses.
     """
     if not HUB_NAME.fullmatch(name):
-        raise OptionError(f"{name} is no name of a repository; expected owner/name")
+        raise OptionError(f"{name} is not the name of a repository; expected owner/name")
     source = _source(folder, "", tell)
     if not HUB_NAME.fullmatch(str(read_config(source.adapter).get("base_model_name_or_path"))):
         tell(Notice("The adapter names a folder as its base; people elsewhere will have to name the model themselves."))
@@ -132,13 +151,13 @@ def _source(folder: Path, base: str, tell: Tell) -> _Source:
         try:
             history = read_history(run / EVENTS_FILE)
         except DataError as error:
-            tell(Notice(f"The card says nothing of how the run went: {error}"))
+            tell(Notice(f"The model card lacks the results of the run: {error}"))
     model = options.model if options else ModelOptions(name=base or base_of(adapter))
     return _Source(adapter, options, history, model.model_copy(update={"name": base or model.name}))
 
 
 def run_of(folder: Path) -> Path | None:
-    """The run that ``folder`` is, or that it is an adapter of."""
+    """The folder of the run that ``folder`` is, or whose adapter it is."""
     place = folder.absolute()
     for run in (place, *place.parents[:3]):
         parts = place.relative_to(run).parts
@@ -213,7 +232,9 @@ def _alone(source: _Source, base: Path, draft: Draft, wish: Wish, tell: Tell) ->
 
 
 def write_beside(draft: Draft, base: Path, model: str, options: Options, history: History) -> None:
-    """Write what a server takes beside an adapter: tokenizer, template, generation settings, licence, and a card."""
+    """Write the files that a server needs beside an adapter: tokenizer, template, generation settings, licence,
+    card.
+    """
     copy_files(base, draft, BESIDE_ADAPTER)
     draft.write(CARD, card(model, base, options, history, merged=False).encode())
 

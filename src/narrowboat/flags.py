@@ -1,4 +1,4 @@
-"""Every option of the schema as a flag of a command; flags that nobody knows are reported with all other mistakes."""
+"""Makes every option of the schema a flag of a command. Unknown flags are reported together with other mistakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Preset = Annotated[
     str,
     typer.Option(
         "--preset",
-        help=f"Options for a usual job instead of a file: {', '.join(presets.names())}.",
+        help=f"A complete set of options instead of a file: {', '.join(presets.names())}.",
         show_default=False,
         metavar="name",
     ),
@@ -41,7 +41,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         if "over" in given:  # --over takes all the words that follow it
             given["over"] += [word for word in words if "=" in word and not word.startswith("--")]
             words = [word for word in words if word not in given["over"]]
-        if str(given["config"]).startswith("--"):  # a flag that typer does not know, where the file may stand
+        if str(given["config"]).startswith("--"):  # an unknown flag at the place of the file
             words, given["config"] = [str(given["config"]), *words], None
         unknown, strays = _unknown(words)
         if strays and given["config"] is None:
@@ -70,7 +70,7 @@ def _flag(name: str, key: str) -> inspect.Parameter:
     meaning = f"{field.description} (default {default})" if default else str(field.description)
     declared = typer.Option(
         *names,
-        help=meaning.replace("[", "\\["),  # which rich would take for markup
+        help=meaning.replace("[", "\\["),  # rich would read "[" as markup
         metavar=None if field.annotation is bool else type_name(field.annotation),
         rich_help_panel=group,
         show_default=False,
@@ -80,9 +80,7 @@ def _flag(name: str, key: str) -> inspect.Parameter:
 
 
 def _unknown(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Flags that typer does not know, so that they are reported together with all other mistakes; and words that are
-    no flags.
-    """
+    """Split ``arguments`` into unknown flags with their values, and words that are not flags."""
     found: dict[str, str] = {}
     strays: list[str] = []
     rest = list(arguments)

@@ -1,7 +1,7 @@
-"""An adapter put to work: measured against its base on held-out data, or asked. A run's, or any PEFT adapter's.
+"""Measures an adapter against its base on held-out data, and answers questions with it: a run's or any PEFT adapter.
 
-A run is measured under its own options, carry and budget included. Of an adapter alone its configuration says what is
-needed: the base, rank, alpha and targets.
+A run is measured under its own options, with its carry and its budget. An adapter without a run is measured under the
+options that its configuration gives: base, rank, alpha and targets.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from narrowboat.evaluation.compare import Comparison, compare, refuse_nothing_he
 from narrowboat.events import Tell
 from narrowboat.exporting import base_of, run_of
 from narrowboat.machine.drafts import write_whole
+from narrowboat.machine.unforeseen import Work
 from narrowboat.model.saved import CONFIG_FILE, load_adapter_state, read_config
 from narrowboat.monitor.history import EVALUATION_FILE
 from narrowboat.options.load import load, load_back
@@ -42,10 +43,10 @@ class Measurement:
     """What to measure.
 
     Attributes:
-        folder: a run's, or an adapter's.
-        data: files to measure on; the run's held-out data if empty.
-        base: the model, where the adapter does not say or somewhere else than it says.
-        num_answers: most that are generated; as ``evaluate.answers`` says if None.
+        folder: a run's folder, or an adapter's folder.
+        data: files to measure on; empty takes the run's held-out data.
+        base: the base model, where the adapter does not name it, or where it was moved.
+        num_answers: how many answers to generate at most; None takes ``evaluate.answers``.
     """
 
     folder: Path
@@ -55,39 +56,45 @@ class Measurement:
 
 
 def measure(wanted: Measurement, tell: Tell) -> Comparison:
-    """Base and adapter on the same rows; kept as ``evaluation.json`` in a run's folder, for its report.
+    """Measure base and adapter on the same rows, and write the result to ``evaluation.json`` in a run's folder.
 
     Raises:
         OptionError: the folder holds neither run nor adapter, or there is nothing to measure on.
-        NarrowboatError: what else was refused.
+        NarrowboatError: any other refusal.
     """
     options, adapter, run = _found(wanted.folder, wanted.base, tell)
     if not wanted.data and run is None:
         raise OptionError(f"{wanted.folder} is an adapter without a run; name what to measure on with --data.")
-    setting = _setting(_over(options, wanted), run, tell)
-    data = prepared_data(setting)
-    refuse_nothing_held_out(data.heldout)
-    governor = choose(setting, data, trains=False)
-    with assembled(setting, Wanted(governor.plan, governor.budget_bytes, trains=False, data=data)) as ready:
-        load_adapter_state(ready.model, adapter, tell)
-        ready.gauge.begin("evaluation")
-        patiently = Recovery(ready.engine, ready.gauge, governor, tell).patiently
-        wishes = setting.options.evaluate
-        found = compare(ready.engine, ready.model, data.heldout, setting.tokenizer, wishes, patiently)
+    work = _work(options, run)
+    with work.in_a_sentence():
+        setting = _setting(_over(options, wanted), run, tell)
+        work.model, work.doing = setting.kind, "reading the data to measure on"
+        data = prepared_data(setting)
+        refuse_nothing_held_out(data.heldout)
+        work.doing = "planning"
+        governor = choose(setting, data, trains=False)
+        work.doing = "loading the model"
+        with assembled(setting, Wanted(governor.plan, governor.budget_bytes, trains=False, data=data)) as ready:
+            load_adapter_state(ready.model, adapter, tell)
+            work.doing = "measuring the adapter"
+            ready.gauge.begin("evaluation")
+            patiently = Recovery(ready.engine, ready.gauge, governor, tell).patiently
+            wishes = setting.options.evaluate
+            found = compare(ready.engine, ready.model, data.heldout, setting.tokenizer, wishes, patiently)
     if run is not None:
-        with suppress(OSError):  # somebody else's folder can be measured as well
+        with suppress(OSError):  # the folder may be read-only
             write_whole(run / EVALUATION_FILE, json.dumps(found.as_dict(), indent=1).encode())
     return found
 
 
 class Speaker:
-    """A model with its adapter that answers; made by ``speaking``."""
+    """A model with its adapter that answers questions; made by ``speaking``."""
 
     def __init__(self, ready: Assembled, setting: Setting) -> None:
         self._ready, self._setting = ready, setting
 
     def answer(self, messages: Sequence[Mapping[str, str]], most_tokens: int) -> str:
-        """What follows ``messages``, the likeliest token each time; without a chat template, behind the plain text."""
+        """The answer to ``messages`` by greedy decoding; a model without a chat template continues the plain text."""
         tokenizer = self._setting.tokenizer
         if tokenizer.chat_template:
             ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
@@ -109,24 +116,33 @@ class Speaker:
 
 @contextmanager
 def speaking(folder: Path, tell: Tell, base: str = "") -> Iterator[Speaker]:
-    """A run's model, or that of an adapter, ready to answer under the run's budget.
+    """Load the model of a run or of an adapter, ready to answer within the run's budget.
 
     Raises:
         OptionError: the folder holds neither.
-        NarrowboatError: what else was refused.
+        NarrowboatError: any other refusal.
     """
     options, adapter, run = _found(folder, base, tell)
-    setting = _setting(options, run, tell)
-    plan, budget_bytes = choose_to_read(setting)
-    nothing: Any = []
-    data = Prepared(nothing, nothing, Account())
-    with assembled(setting, Wanted(plan, budget_bytes, trains=False, data=data)) as ready:
-        load_adapter_state(ready.model, adapter, tell)
-        yield Speaker(ready, setting)
+    work = _work(options, run)
+    with work.in_a_sentence():
+        setting = _setting(options, run, tell)
+        work.model, work.doing = setting.kind, "planning"
+        plan, budget_bytes = choose_to_read(setting)
+        nothing: Any = []
+        data = Prepared(nothing, nothing, Account())
+        work.doing = "loading the model"
+        with assembled(setting, Wanted(plan, budget_bytes, trains=False, data=data)) as ready:
+            load_adapter_state(ready.model, adapter, tell)
+            work.doing = "answering"
+            yield Speaker(ready, setting)
+
+
+def _work(options: Options, run: Path | None) -> Work:
+    return Work(options.model.name, "reading its configuration", run, "Try the model and adapter in transformers")
 
 
 def _found(folder: Path, base: str, tell: Tell) -> tuple[Options, Path, Path | None]:
-    """Options, the adapter's folder, and that of the run if there is one."""
+    """The options, the adapter's folder, and the run's folder if there is a run."""
     run = run_of(folder)
     adapter = folder / ADAPTER if run is not None and run == folder else folder
     if not (adapter / CONFIG_FILE).is_file():
@@ -148,7 +164,7 @@ def _setting(options: Options, run: Path | None, tell: Tell) -> Setting:
 
 
 def _over(options: Options, wanted: Measurement) -> Options:
-    """``options`` with other data and another number of answers, where they are wanted."""
+    """``options`` with other held-out data and another number of answers, where they are asked for."""
     data, evaluate = options.data, options.evaluate
     if wanted.data:
         data = data.model_copy(update={"train": (), "heldout": tuple(wanted.data)})
@@ -158,7 +174,7 @@ def _over(options: Options, wanted: Measurement) -> Options:
 
 
 def _with_saved_rank(options: Options, adapter: Path) -> Options:
-    """The number that lora.rank: auto came to."""
+    """``options`` with the rank that the saved adapter has, where lora.rank is auto."""
     if options.lora.rank != "auto":
         return options
     config = read_config(adapter)
@@ -167,10 +183,10 @@ def _with_saved_rank(options: Options, adapter: Path) -> Options:
 
 
 def _options_of(adapter: Path, base: str) -> Options:
-    """What an adapter that PEFT or somebody else wrote needs.
+    """The options for an adapter that another program wrote.
 
     Raises:
-        CheckpointError: it is of a kind that Narrowboat does not make.
+        CheckpointError: it is a kind of adapter that Narrowboat does not make.
     """
     config = read_config(adapter)
     strange = [key for key in ("rank_pattern", "alpha_pattern", "layers_to_transform", "modules_to_save")
@@ -182,5 +198,6 @@ def _options_of(adapter: Path, base: str) -> Options:
     variants = [name for name, key in (("rslora", "use_rslora"), ("dora", "use_dora")) if config.get(key)]
     return load(None, {
         "model.name": base, "lora.rank": config["r"], "lora.alpha": config["lora_alpha"], "lora.variants": variants,
+        "lora.experts": "all" if config.get("target_parameters") else "none",
         "lora.targets": [f"re:{targets}"] if isinstance(targets, str) else sorted(targets),
     })  # fmt: skip

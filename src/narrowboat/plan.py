@@ -1,7 +1,7 @@
-"""A memory plan: what a step keeps, recomputes, cuts into tiles or moves away.
+"""A memory plan: what a training step keeps in memory, recomputes, cuts into tiles or moves off the device.
 
-A plan may change memory and time, never the result: every plan gives the same gradients. So the planner may search
-plans freely, and the governor may change the plan in the middle of a run; it is still the same run.
+A plan changes memory and time, never the result: every plan gives the same gradients. So the planner is free to choose
+any plan, and the governor may change the plan in the middle of a run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class MemoryPlan(BaseModel):
     layers: LayerMode = Field(
         "recompute",
         description="keep: hold what backward needs; recompute: hold layer inputs and run each layer again; "
-        "stream: hold layer inputs and run each layer again tile by tile, so that one tile's activations are alive.",
+        "stream: hold layer inputs and run each layer again, one tile of tokens at a time, so that only one tile's "
+        "activations are in memory.",
     )
     num_kept_layers: int = Field(
         0, ge=0, description="How many of the last layers keep their activations all the same."

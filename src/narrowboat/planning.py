@@ -1,7 +1,8 @@
-"""What fits? ``plan_for`` answers from curves where the catalogue has them, and has the rest rehearsed.
+"""What fits? ``plan_for`` answers from shipped curves for the catalogue's models, and rehearses other models.
 
-With a configuration file it plans that run on this machine; without one, for a card: one of the catalogue, or any of
-which ``memory.budget`` bytes may be used. A catalogue's model on a card takes arithmetic alone: no download, no torch.
+With a configuration file it plans that run on this machine. Without one it plans for a card: a card of the catalogue,
+or any card of which ``memory.budget`` bytes may be used. For a model of the catalogue on a card, the answer is
+arithmetic: nothing is downloaded and torch is not imported.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from narrowboat.planner.target import SOME_CARD, Limits, Target
 from narrowboat.units import GIB, MIB, format_bytes
 
 HOST_BUDGET = 64 * GIB
-"""Of host memory beside a card that is not here."""
+"""Assumed bytes of host memory beside a card that is not in this machine."""
 
 AUTO_RANK = 16
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A question to the planner.
 
     Attributes:
         options: model, adapter, optimizer, budgets.
-        num_tokens: of the longest row; None for the longest that fits.
-        card: a name from the catalogue, or empty.
-        here: whether it is about this machine, where no card is named.
+        num_tokens: length of the longest row; None finds the longest row that fits.
+        card: a card's name in the catalogue, or empty.
+        here: True plans for this machine where no card is named.
     """
 
     options: Options
@@ -55,7 +56,7 @@ def plan_for(question: Question, tell: Tell = lambda event: None, with_lengths: 
     Raises:
         OptionError: the model or card is unknown.
         ModelError: the model's configuration cannot be used.
-        BudgetError: a budget is above the machine or card.
+        BudgetError: a budget is above the memory of the machine or card.
     """
     return _answer(question, *search_for(question, tell), with_lengths)
 
@@ -66,7 +67,7 @@ def _answer(question: Question, search: Search, limits: Limits, with_lengths: bo
 
 
 def run(question: Question, as_json: bool, with_probe: bool, html: Path | None) -> int:
-    """Answer on standard output, as ``narrowboat plan`` does; its exit code."""
+    """Print the answer, as ``narrowboat plan`` does. Return the exit code."""
 
     def tell(event: Event) -> None:
         if isinstance(event, Notice):
@@ -92,7 +93,7 @@ def run(question: Question, as_json: bool, with_probe: bool, html: Path | None) 
 
 
 def known_names() -> list[str]:
-    """Models and cards of the catalogue, for people."""
+    """Models and cards of the catalogue, as lines of text."""
     return [
         "Models:",
         *(f"  {name}" for name in catalog.model_names()),
@@ -102,7 +103,7 @@ def known_names() -> list[str]:
 
 
 def search_for(question: Question, tell: Tell = lambda event: None) -> tuple[Search, Limits]:
-    """Plans for the question's model on its machine, and what may be taken there."""
+    """A search over plans for the question's model on its machine, and the memory limits there."""
     options = _with_number_for_rank(question.options)
     if not question.card and question.here:
         say("This model is rehearsed for this machine, once: it takes seconds, and is kept for the next question.")
@@ -120,7 +121,7 @@ def search_for(question: Question, tell: Tell = lambda event: None) -> tuple[Sea
 
 
 def default_tokens(options: Options, tell: Tell = lambda event: None) -> int:
-    """The longest row that a run with ``options`` may have, as far as that is known before data are read."""
+    """The longest row in tokens that a run with ``options`` can have, as far as it is known before data are read."""
     name = options.model.name
     fields = None if _is_folder(name) else catalog.fields_of(name)
     if fields is None and not options.data.max_tokens:
@@ -133,7 +134,7 @@ def default_tokens(options: Options, tell: Tell = lambda event: None) -> int:
 
 
 def say(text: str) -> None:
-    """Tell people at the terminal what takes a while."""
+    """Print to the terminal what is taking time."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -172,7 +173,7 @@ def _card_line(name: str) -> str:
 
 
 def _card(question: Question) -> tuple[Target, Limits]:
-    """A card that need not be here."""
+    """A card that need not be in this machine."""
     memory = question.options.memory
     host_bytes = memory.host_budget or HOST_BUDGET
     if question.card:

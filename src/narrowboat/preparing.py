@@ -1,6 +1,7 @@
-"""Preparing data, for a run or ahead of it: read, cut and packed once, kept, and shown with the account of every token.
+"""Prepares data for a run or ahead of it: reads, cuts and packs once, keeps the result, and shows the account of
+tokens.
 
-No weights are loaded, unless ``dialogues.scorer: attention`` asks what the base model looks at.
+No weights are loaded, except for ``dialogues.scorer: attention``, which needs the base model.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from narrowboat.model.gaze import Gaze
 from narrowboat.options.schema import Options
 
 FOLDER = "data"
-"""Of prepared data, in Narrowboat's cache folder."""
+"""Folder of prepared data, in Narrowboat's cache folder."""
 
 UNCOUNTED_TOKENS = 2**24
-"""The longest row of a model that does not count positions."""
+"""The longest row, in tokens, of a model that does not count positions."""
 
 
 def prepared_data(setting: Setting, quiet: bool = False) -> Prepared:
-    """Rows for the setting's model, found where they were kept before or made, with a bar if that takes its time.
+    """Rows for the setting's model, from the cache or prepared now, with a progress bar if that takes long.
 
     Raises:
         DataError: a file is missing, or there is nothing to learn.
@@ -53,7 +54,7 @@ def prepared_data(setting: Setting, quiet: bool = False) -> Prepared:
 
 
 def _refuse_unknown_ids(setting: Setting, data: Prepared) -> None:
-    """The embedding needs a row for each token, or the first step would end in an index out of range."""
+    """Refuse token ids without a row in the embedding, on which the first step would fail with an index error."""
     num_rows = setting.config.get_text_config().vocab_size
     largest = max(rows.store.largest_id for rows in (data.train, data.heldout))
     if largest >= num_rows:
@@ -68,7 +69,7 @@ def _refuse_unknown_ids(setting: Setting, data: Prepared) -> None:
 
 @contextmanager
 def _base(setting: Setting) -> Iterator[Any]:
-    """The base model alone, under a plan for the longest row that it may have to read."""
+    """The base model alone, under a plan for the longest row that it has to read."""
     plan, budget_bytes = choose_to_read(setting)
     wanted = Wanted(plan, budget_bytes, trains=False, has_adapter=False)
     try:
@@ -82,7 +83,7 @@ def _base(setting: Setting) -> Iterator[Any]:
 
 
 def refuse_no_data(options: Options) -> None:
-    """What can be said before anything is loaded.
+    """Refuse a run without training data, before anything is loaded.
 
     Raises:
         OptionError: no file is named.
@@ -92,10 +93,10 @@ def refuse_no_data(options: Options) -> None:
 
 
 def run(options: Options, as_json: bool, num_shown: int) -> None:
-    """Prepare and print the account on standard output, as ``narrowboat prepare`` does; notices go to standard error.
+    """Prepare data and print its account, as ``narrowboat prepare`` does; notices go to standard error.
 
     Raises:
-        NarrowboatError: its kinds say what was refused.
+        NarrowboatError: a subclass says what was refused.
     """
     refuse_no_data(options)
     setting = Setting.of(options, _say)
@@ -126,7 +127,7 @@ def _say(event: Event) -> None:
 
 
 class _Bar:
-    """Bytes read of all there are, on standard error, if that is a terminal; from the second batch to the last."""
+    """A progress bar of bytes read, on standard error if that is a terminal, from the second batch to the last."""
 
     def __init__(self, quiet: bool) -> None:
         columns = (TextColumn("prepare"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

@@ -1,7 +1,6 @@
-"""Each technique proved exact on this machine, in seconds: its gradients beside those of plain autograd.
+"""Proves each technique exact on this machine, in seconds: compares its gradients with those of plain autograd.
 
-A small random model on the device that would train, in float32, so that what differs is the technique and not the
-rounding of 16 bits.
+The model is small, random and in float32, so that a difference comes from the technique and not from 16-bit rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from narrowboat.options.schema import LoraOptions
 from narrowboat.plan import MemoryPlan
 
 EXACT = 1e-4
-"""Largest difference of two gradients, by the norm of the true one, that is rounding."""
+"""Largest relative difference of two gradients (by the norm of the true one) that rounding explains."""
 
 NUM_TOKENS = 150
 TECHNIQUES = {
@@ -35,7 +34,7 @@ TECHNIQUES = {
 
 @dataclass(frozen=True)
 class Proof:
-    """How far a technique's gradients are from the true ones, as a share of their norm; or why it failed."""
+    """The relative difference of a technique's gradients from the true ones, or why the technique failed."""
 
     technique: str
     difference: float
@@ -44,17 +43,17 @@ class Proof:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is only rounding."""
+        """Whether the difference is only rounding."""
         return not self.error and self.difference <= EXACT
 
     def line(self) -> str:
-        """For people."""
+        """The proof as one line of text."""
         verdict = self.error or f"{'exact' if self.is_exact else 'NOT exact'}, differs by {self.difference:.0e}"
         return f"{self.technique:<26} {verdict}, {self.seconds:.1f} s"
 
 
 def prove(device: torch.device) -> list[Proof]:
-    """All techniques on ``device``."""
+    """Prove all techniques on ``device``."""
     model, ids = _model(device), torch.randint(0, 512, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
     ids = ids.to(device)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -90,7 +89,7 @@ def _model(device: torch.device) -> torch.nn.Module:
 
 
 def _gradients(model: torch.nn.Module) -> torch.Tensor:
-    """All of them in one vector in float64, and then forgotten."""
+    """All gradients in one float64 vector; the model's own are cleared."""
     found = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return torch.cat(found)

@@ -1,6 +1,6 @@
-"""What has no curves is rehearsed: any model, adapter and optimizer, this machine or a card; and a plan is probed here.
+"""Plans for what has no shipped curves: rehearses any model, adapter and optimizer, and probes a plan on this machine.
 
-Torch and transformers are needed here, and a rehearsal takes about a second for each plan and length.
+A rehearsal runs a step on fake tensors. It needs torch and transformers, and about a second for each plan and length.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size
 
 
 def search_on_card(options: Options, target: Target, say: Callable[[str], None], tell: Tell) -> Search:
-    """Plans for a card that need not be here.
+    """A search over plans for a card that need not be in this machine.
 
     Raises:
         OptionError: there is no such model.
@@ -53,11 +53,12 @@ def search_on_card(options: Options, target: Target, say: Callable[[str], None],
 
 
 def search_here(options: Options, say: Callable[[str], None], tell: Tell, exact: bool = False) -> tuple[Search, Limits]:
-    """Plans for this machine, and what may be taken of it; ``exact`` rehearses every length that is asked for.
+    """A search over plans for this machine, and its memory limits; ``exact`` rehearses every length in question.
 
     Raises:
-        OptionError, ModelError: as ``search_on_card``.
-        BudgetError: a budget is above the machine.
+        OptionError: there is no such model.
+        ModelError: its configuration cannot be used.
+        BudgetError: a budget is above the machine's memory.
     """
     hush_transformers()
     config = config_of(options.model, tell)
@@ -69,7 +70,7 @@ def search_here(options: Options, say: Callable[[str], None], tell: Tell, exact:
 
 
 def with_other_options(search: Search, options: Options, say: Callable[[str], None]) -> Search:
-    """The same model on the same machine under other options."""
+    """A search for the same model on the same machine under other options."""
     return Search(_curves(replace(search.work, options=options), say), search.target, options.memory.plan)
 
 
@@ -79,7 +80,7 @@ def _curves(work: Workload, say: Callable[[str], None]) -> Curves:
 
 @dataclass(frozen=True)
 class Probe:
-    """A forecast beside what was read."""
+    """A forecast beside the measured bytes and seconds."""
 
     forecast: Forecast
     device_bytes: int
@@ -87,7 +88,7 @@ class Probe:
     seconds: float
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The probe as lines of text."""
         off = self.forecast.device_bytes / self.device_bytes - 1
         foreseen = "" if self.forecast.seconds is None else f", forecast {format_seconds(self.forecast.seconds)}"
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.by_cause.items())
@@ -98,7 +99,7 @@ class Probe:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The probe as a dictionary for JSON."""
         return {
             "tokens": self.forecast.num_tokens,
             "forecast_bytes": self.forecast.device_bytes,
@@ -110,7 +111,7 @@ class Probe:
 
 
 def probe(options: Options, num_tokens: int | None, tell: Tell = lambda event: None) -> Probe:
-    """Two real steps over a row of random tokens under the plan that was chosen; the second one is read.
+    """Take two real steps over a row of random tokens under the chosen plan, and measure the second one.
 
     Raises:
         BudgetError: no plan fits.
@@ -131,7 +132,7 @@ def probe(options: Options, num_tokens: int | None, tell: Tell = lambda event: N
 
 
 def config_of(model: ModelOptions, tell: Tell) -> Any:
-    """The configuration of a folder, of a model of the catalogue, or from the hub."""
+    """The model configuration of a folder, of a model of the catalogue, or of a model on the hub."""
     name, folder = model.name, as_folder(model.name)
     if folder.is_dir():
         config = load_config(name, tell, model.trust_remote_code)
@@ -150,7 +151,7 @@ def config_of(model: ModelOptions, tell: Tell) -> Any:
 
 
 def _refuse_without_shape(folder: Path, config: Any) -> None:
-    """Transformers would take its own defaults for what is missing: those of another model."""
+    """Refuse a configuration without sizes, for which transformers would use the defaults of another model."""
     stated = outside.read(folder / "config.json", "no config.json in it")
     text = config.get_text_config()
     if text is not config:

@@ -1,12 +1,11 @@
-"""One sitting of a run, from options to the last event: data, plan, model, steps, adapter."""
+"""One session of a run, from options to the last event: data, plan, model, steps, adapter."""
 
 from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,12 +17,13 @@ from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared
 from narrowboat.data.show import chosen, parts
 from narrowboat.data.trains import Trains, TrainSchedule
-from narrowboat.errors import ModelError, NarrowboatError, OptionError, first_line
+from narrowboat.errors import OptionError
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
 from narrowboat.exporting import public_name, write_beside
 from narrowboat.machine.drafts import write_whole
 from narrowboat.machine.hardware import describe_device
 from narrowboat.machine.precision import name_of
+from narrowboat.machine.unforeseen import Work
 from narrowboat.machine.vitals import Pulse
 from narrowboat.model.base import check_weights, model_folder
 from narrowboat.model.fingerprints import tokenizer_digest, weights_digest
@@ -41,7 +41,7 @@ from narrowboat.plan import MemoryPlan
 from narrowboat.preparing import prepared_data
 from narrowboat.settling import with_rank
 from narrowboat.training.checkpoint import Position, newest_checkpoint, restore
-from narrowboat.training.folder import ADAPTER, CHECKPOINTS, ERROR_FILE, OPTIONS_FILE, PLAN_FILE, REPORT, holds_run
+from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, PLAN_FILE, REPORT, holds_run
 from narrowboat.training.loop import Course
 from narrowboat.training.loop import run as train
 from narrowboat.training.recovery import Recovery
@@ -50,19 +50,19 @@ from narrowboat.training.saver import Saver
 from narrowboat.training.signals import StopRequest
 
 NUM_SAMPLES, MOST_PARTS, MOST_CHARS = 2, 40, 800
-"""Of the examples that a report shows."""
+"""Number of examples that a report shows."""
 
 
 @dataclass
 class Job:
-    """One sitting of a run, from options to the last event.
+    """One session of a run, from options to the last event.
 
     Args:
-        options: as they were asked for.
-        folder: the run's, which this process has to itself.
-        record: of what is told; it begins when all checks have passed, and so does everything else in ``folder``.
+        options: the options as the user gave them.
+        folder: the run's folder; no other process uses it.
+        record: writes the events; nothing is written to ``folder`` before all checks have passed.
         quiet: show no progress.
-        stop: entered.
+        stop: notices signals; already entered.
     """
 
     options: Options
@@ -76,21 +76,21 @@ class Job:
         self._asked_for = self.options
         self._position = Position(0, 0)
         self._gauge: Gauge | None = None
-        self._model, self._doing = self.options.model.name, "reading its configuration"
+        self.work = Work(self.options.model.name, "reading its configuration", self.folder, "Try another memory.plan")
         self.tell: Tell = self.record.record
 
     def run(self, resume: bool, accepted: Sequence[str] = ()) -> RunEnded:
-        """Prepare, plan, load, train, save; ``accepted`` are changes with which a run goes on all the same."""
+        """Prepare, plan, load, train, save; ``accepted`` names differences with which a resumed run may continue."""
         found = newest_checkpoint(self.folder / CHECKPOINTS, self.tell) if resume else None
         self._tell_start(resume, found[1] if found else None)
         dtype = found[1].dtype if found and self.options.model.dtype == "auto" else ""
         setting = Setting.of(self.options, self.tell, dtype)
-        self._model, self._doing = type(setting.config).__name__.removesuffix("Config"), "reading the data"
+        self.work.model, self.work.doing = setting.kind, "reading the data"
         self.tell(Notice(f"{describe_device(setting.device)}; {setting.precision.words()}"))
         check_weights(self.options.model.name, self.tell)
         data = prepared_data(setting, self.quiet)
         self.tell(DataReady(data.account.as_dict(), list(_samples(data, setting))))
-        self._doing = "planning"
+        self.work.doing = "planning"
         setting = self._settled(setting, data)
         course = self._course(data)
         governor = choose(setting, data)
@@ -98,14 +98,14 @@ class Job:
             governor.begin_with(found[1].plan)
         position = self._begin_at(found, accepted, setting, data, course)
         self._gauge = new_gauge(setting, governor.budget_bytes)
-        self._doing = "loading the model"
+        self.work.doing = "loading the model"
         with assembled(setting, Wanted(governor.plan, governor.budget_bytes, data=data), self._gauge) as ready:
             if found:
                 _go_on(ready, found[0])
             self._begin(governor.plan)
             self._let_watch(ready)
             self.tell(ready.gauge.mark("after loading", position.step))
-            self._doing = f"training under the plan {governor.plan.layers}"
+            self.work.doing = f"training under the plan {governor.plan.layers}"
             train_options, memory = self.options.train, self.options.memory
             saver = Saver(self.folder, train_options.keep_checkpoints, self._gauge, memory.high, self.tell)
             recovery = Recovery(ready.engine, ready.gauge, governor, self.tell)
@@ -118,7 +118,9 @@ class Job:
         return self.end("done")
 
     def _save(self, ready: Assembled) -> None:
-        """The adapter with all that a server takes: tokenizer, template, generation settings, card, the base's name."""
+        """Save the adapter with all that a server needs: tokenizer, template, generation settings, card, base's
+        name.
+        """
         folder, name = self.folder / ADAPTER, self.options.model.name
         source = model_folder(name, self.tell)
         history = read_history(self.folder / EVENTS_FILE)
@@ -130,28 +132,8 @@ class Job:
             lambda draft: write_beside(draft, source, name, self.options, history),
         )
 
-    @contextmanager
-    def unforeseen_in_a_sentence(self) -> Iterator[None]:
-        """Inside, an error that nobody foresaw becomes one sentence; its traceback goes to the run's folder.
-
-        Raises:
-            ModelError: with the model's class, what was being done, and what to try.
-        """
-        try:
-            yield
-        except NarrowboatError:
-            raise
-        except Exception as error:
-            path = self.folder / ERROR_FILE
-            with suppress(OSError):  # the error is what matters
-                write_whole(path, "".join(traceback.format_exception(error)).encode())
-            raise ModelError(
-                f"{self._model}: {self._doing} failed with {type(error).__name__}: {first_line(error)}. "
-                f"Try another memory.plan; report it with {path}, where the traceback is."
-            ) from error
-
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:
-        """Tell how it ended; a failure is written down where no run was before it."""
+        """Report how the session ended; a failure is also written down where the folder held no run before."""
         if not self.record.has_begun and not holds_run(self.folder):
             with suppress(OSError):  # the error is what matters
                 self._begin(None)
@@ -173,7 +155,7 @@ class Job:
         return ended
 
     def _begin(self, plan: MemoryPlan | None) -> None:
-        """All checks have passed: from here on the folder is this run's."""
+        """Begin writing to the run's folder; all checks have passed."""
         write_whole(self.folder / OPTIONS_FILE, text_of(self._asked_for))
         if plan is not None:
             write_whole(self.folder / PLAN_FILE, plan.model_dump_json(indent=1).encode())
@@ -195,10 +177,10 @@ class Job:
         data: Prepared,
         course: Course,
     ) -> Position:
-        """The first step, or where the checkpoint that was found goes on.
+        """The position of the first step, or the one at which the found checkpoint continues.
 
         Raises:
-            OptionError: it belongs to another run.
+            OptionError: the checkpoint belongs to another run.
         """
         dtype = name_of(setting.precision.base.dtype)
         identity = self._identity(setting, data, dtype)
@@ -229,7 +211,7 @@ class Job:
         options = self.options.model_dump(mode="json")
         self.tell(RunStarted(str(self.folder), options, _versions(), position.step if position else 0))
         if resume and position is None:
-            self.tell(Notice(f"{self.folder} holds no checkpoint; the run begins anew."))
+            self.tell(Notice(f"{self.folder} holds no checkpoint; the run starts from step 1."))
 
     def _settled(self, setting: Setting, data: Prepared) -> Setting:
         options = with_rank(self.options, data, setting.config, setting.device, self.tell)
@@ -251,10 +233,10 @@ class Job:
 
 
 def refuse_many_processes() -> None:
-    """A launcher starts several processes, and each of them would be the same run in the same folder.
+    """Refuse to be one of several processes of a launcher, each of which would be the same run in the same folder.
 
     Raises:
-        OptionError: this is one of several.
+        OptionError: this is one of several processes.
     """
     num = os.environ.get("WORLD_SIZE", "")
     if num.isdecimal() and int(num) > 1:
@@ -265,7 +247,7 @@ def refuse_many_processes() -> None:
 
 
 def _go_on(ready: Assembled, checkpoint: Path) -> None:
-    """Take up what a checkpoint holds."""
+    """Restore the states of a checkpoint."""
     assert ready.optimizer is not None
     carry = restore(checkpoint, ready.model, ready.optimizer)
     ready.gauge.watch_model(ready.model)
@@ -274,7 +256,7 @@ def _go_on(ready: Assembled, checkpoint: Path) -> None:
 
 
 def _samples(data: Prepared, setting: Setting) -> Iterator[dict[str, Any]]:
-    """A few examples with what is learnt in them, for the report; the middle of long parts is left out."""
+    """A few examples for the report, with what is learnt in them; the middle of long parts is left out."""
     for example in chosen(data, NUM_SAMPLES):
         shown = [{"text": _shortened(text), "kind": kind} for text, kind in parts(example, setting.tokenizer)]
         yield {"source": Path(example.source).name, "parts": shown[:MOST_PARTS]}

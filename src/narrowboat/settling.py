@@ -1,4 +1,4 @@
-"""What options come to once data and model are known: a rank, a carry, a scheme of attention."""
+"""Settles options that depend on data and model: the rank, the carry, the attention scheme."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from narrowboat.options.schema import Options
 def carrier_for(
     model: torch.nn.Module, options: Options, data: Prepared, device: torch.device, tell: Tell
 ) -> Carrier | None:
-    """What carries for ``data``, which is looked at for what the model has no positions for; None without a carry."""
+    """The carrier for ``data``, checked against the model's number of positions; None without a carry."""
     if not options.carry.is_on:
         return None
     carrier = Carrier(model, options.carry, device_memory(device).total_bytes, tell)
@@ -32,10 +32,10 @@ def carrier_for(
 
 
 def scheme_for(options: Options) -> Scheme | None:
-    """The attention that ``options`` want, None for full.
+    """The attention scheme of ``options``; None for full attention.
 
     Raises:
-        OptionError: together with a carry.
+        OptionError: a scheme is combined with a carry.
     """
     scheme = scheme_of(options.attention.scheme, options.attention.window)
     if scheme is not None and options.carry.is_on:
@@ -47,7 +47,7 @@ def scheme_for(options: Options) -> Scheme | None:
 
 
 def with_rank(options: Options, data: Prepared, config: Any, device: torch.device, tell: Tell) -> Options:
-    """``options`` with a number where lora.rank says auto: by what the carry, or else dialogues.policy, leaves out."""
+    """``options`` with a number for ``lora.rank: auto``, by the share that the carry or dialogues.policy leaves out."""
     if options.lora.rank != "auto":
         return options
     why = f"dialogues.policy {options.dialogues.policy}"

@@ -1,8 +1,8 @@
 """The sweep: short runs over a grid of option values, ranked by held-out loss.
 
-Every run is a process of its own, so that none can take another down, and sees the same steps of the same data
-(``train.steps`` and ``train.seed`` are the configuration's). optuna deals the settings out and remembers them in a
-journal: a sweep that was stopped goes on where it was, in the middle of a run as well. The folder holds ``trials/``,
+Every run is a process of its own, so that a failing one does not end the others, and sees the same steps of the same
+data (``train.steps`` and ``train.seed`` are the configuration's). optuna hands out the settings and keeps them in a
+journal: a sweep that was stopped continues where it was, also in the middle of a run. The folder holds ``trials/``,
 ``report.html`` with the ranked table and its plot, and ``best.yaml``, the configuration with the best setting.
 """
 
@@ -34,7 +34,7 @@ BEST, JOURNAL, SETTINGS = "best.yaml", "journal.log", "sweep.json"
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting and what its run came to; without a loss it failed."""
+    """One setting and the result of its run; a trial without a loss failed."""
 
     values: dict[str, str]
     loss: float | None = None
@@ -44,7 +44,7 @@ class Trial:
 
 
 Run = Callable[[Path, Path, str | None], Trial]
-"""Runs the configuration of a file in a folder on a device; the values of what it gives are filled in later."""
+"""Runs the configuration of a file in a folder on a device, and returns the trial without its values."""
 
 
 def sweep(
@@ -59,18 +59,18 @@ def sweep(
     """Run every combination of ``over`` (``{"optimizer.lr": ["1e-4", "2e-4"]}``), best first.
 
     Args:
-        config: the file of options, and ``flags`` over it, as for ``train``.
-        flags: see above.
+        config: the file of options, as for ``train``.
+        flags: option values that win over the file.
         over: the values of each option that is swept.
-        folder: of the sweep; one that was stopped goes on.
-        devices: numbers of CUDA devices, each of which runs a trial at a time; none runs one after another.
-        say: hears how each trial went.
-        run: stands for the process that trains.
+        folder: the sweep's folder; a stopped sweep in it continues.
+        devices: numbers of CUDA devices, each of which runs one trial at a time; empty runs one trial after another.
+        say: receives a line about each trial.
+        run: trains one trial; a process of its own, except in tests.
 
     Raises:
         OptionError: with every mistake of every combination, before anything runs.
         MachineError: optuna is not installed.
-        NarrowboatError: no trial came to a held-out loss.
+        NarrowboatError: no trial has a held-out loss.
     """
     optuna = require("optuna", "narrowboat sweep")
     combinations = [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
@@ -104,7 +104,7 @@ def sweep(
     ranked = _ranked(study)
     if ranked[0].loss is None:
         raise NarrowboatError(
-            f"None of {len(ranked)} trials came to a held-out loss; the first says: {ranked[0].error}"
+            f"None of {len(ranked)} trials has a held-out loss; the first one failed with: {ranked[0].error}"
         )
     options.dump(options.load(config, {**flags, **ranked[0].values}), folder / BEST)
     _write_report(ranked, folder)
@@ -115,7 +115,7 @@ def parse_over(entries: Sequence[str]) -> dict[str, list[str]]:
     """``["lora.rank=8,16"]`` to ``{"lora.rank": ["8", "16"]}``.
 
     Raises:
-        OptionError: for an entry of another form, or an option that there is not.
+        OptionError: an entry has another form, or there is no such option.
     """
     known = dict(options.fields())
     over: dict[str, list[str]] = {}
@@ -133,7 +133,7 @@ def parse_over(entries: Sequence[str]) -> dict[str, list[str]]:
 
 
 def run_process(file: Path, folder: Path, device: str | None) -> Trial:
-    """Train in a process of its own, or go on with what one left there."""
+    """Train in a process of its own, or continue what an earlier one left in the folder."""
     if (folder / EVENTS_FILE).exists() and (done := _result(folder)).loss is not None:
         return done
     command = [sys.executable, "-m", "narrowboat.cli", "train", str(file), "--quiet"]
@@ -151,7 +151,7 @@ def run_process(file: Path, folder: Path, device: str | None) -> Trial:
 
 
 def _result(folder: Path) -> Trial:
-    """What the events of a run come to."""
+    """The trial's result, from the events of its run."""
     history = read_history(folder / EVENTS_FILE)
     end = history.sittings[-1].end
     if end is None or end.outcome != "done" or end.last_heldout_loss is None:
@@ -201,7 +201,7 @@ def _study(optuna: Any, folder: Path) -> Any:
 
 
 def _deal_out(study: Any, combinations: Sequence[dict[str, str]]) -> int:
-    """Queue every setting that has no result yet, also those that a killed sweep left running; how many are queued."""
+    """Queue every setting without a result, also those that a killed sweep was running. Return how many."""
     trials = study.get_trials(deepcopy=False)
     waiting = [trial for trial in trials if trial.state.name == "WAITING"]
     settled = {_slug(trial.params) for trial in trials if "done" in trial.user_attrs}
@@ -213,7 +213,7 @@ def _deal_out(study: Any, combinations: Sequence[dict[str, str]]) -> int:
 
 
 def _ranked(study: Any) -> list[Trial]:
-    """One for each setting, the last that was tried; those without a loss come last."""
+    """The last trial of each setting, lowest loss first; failed trials come last."""
     found: dict[str, Trial] = {}
     for trial in study.get_trials(deepcopy=False):
         if "done" in trial.user_attrs:

@@ -1,6 +1,6 @@
 """How quantities are written for people: 1.5 GiB, 12,345 tokens, 2 min 5 s.
 
-Reading them ("24GiB", "24GB") is pydantic's ``ByteSize``; see ``options/schema.py``.
+pydantic's ``ByteSize`` reads them ("24GiB", "24GB") where ``options/schema.py`` asks for bytes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     python -m tests.broken_runs.make             # all: some minutes on one core
     python -m tests.broken_runs.make rate_nan    # one
+    python -m tests.broken_runs.make --again 1   # other weights and texts than the kept ones: nothing is kept
 
 What needs a card or a full disk is broken at the place where it would break. Only ``events.jsonl`` is kept. The logs of
 other trainers beside them are written by hand, in those trainers' formats.
@@ -31,6 +32,8 @@ from narrowboat import api, assembly
 from narrowboat.engine.engine import Engine
 from narrowboat.machine.drafts import Draft
 from narrowboat.model.embedded import fetch
+from narrowboat.monitor.diagnosis import diagnose
+from narrowboat.monitor.other_logs import read_any
 from narrowboat.options.load import load
 from narrowboat.owner.values import has_values
 from narrowboat.training import loop
@@ -198,15 +201,16 @@ HEALTHY: dict[str, Case] = {
 }
 
 
-def made(case: Case, folder: Path) -> bytes:
-    """The record of the case's run."""
-    model, data = _model(case, folder / "model"), folder / "dialogues.jsonl"
-    data.write_text("".join(json.dumps(case.records(i)) + "\n" for i in range(case.num_records)))
+def made(case: Case, folder: Path, seed: int = 0) -> bytes:
+    """The record of the case's run; with another ``seed`` of other weights, texts and order."""
+    model, data = _model(case, folder / "model", seed), folder / "dialogues.jsonl"
+    first = seed * case.num_records
+    data.write_text("".join(json.dumps(case.records(first + i)) + "\n" for i in range(case.num_records)))
     usual = {
         "model.name": str(model), "model.dtype": "float32", "model.device": "cpu", "lora.rank": 4,
         "data.train": (str(data),), "data.heldout_share": 0.2, "data.cache": str(folder / "prepared"),
         "memory.budget": "200MiB", "optimizer.lr": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 6,
-        "train.folder": str(folder / "run"), "train.batch_tokens": 200,
+        "train.folder": str(folder / "run"), "train.batch_tokens": 200, "train.seed": seed,
     }  # fmt: skip
     with _broken(case), suppress(Exception):
         api.train(load(None, usual | case.flags), quiet=True)
@@ -222,10 +226,10 @@ def _broken(case: Case) -> Iterator[None]:
         yield
 
 
-def _model(case: Case, folder: Path) -> Path:
+def _model(case: Case, folder: Path, seed: int) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(fetch(lambda event: None))
     tokenizer.chat_template = case.template(tokenizer.chat_template)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=2,
@@ -237,10 +241,29 @@ def _model(case: Case, folder: Path) -> Path:
     return folder
 
 
+def again(cases: dict[str, Case], seed: int) -> None:
+    """Say what the doctor finds in runs that it was not made with."""
+    num_right = {"broken": 0, "healthy": 0}
+    for name, case in cases.items():
+        kind, _, short = name.partition("/")
+        with tempfile.TemporaryDirectory(prefix="narrowboat-broken-") as folder:
+            made_path = Path(folder) / "record.jsonl"
+            made_path.write_bytes(CHECK.sub(b"}", made(case, Path(folder), seed)))
+            found = [finding.kind for finding in diagnose(*read_any(made_path))]
+        expected = [BROKEN[short][0]] if kind == "broken" else []
+        is_right = expected[0] in found if expected else not found
+        num_right[kind] += is_right
+        print(f"{name}: {', '.join(found) or 'nothing'}{'' if is_right else f'; expected {expected}'}", flush=True)
+    print(num_right)
+
+
 def main(names: list[str]) -> None:
     """Make all records, or those named."""
     cases = {f"broken/{name}": case for name, (_, case) in BROKEN.items()}
     cases |= {f"healthy/{name}": case for name, case in HEALTHY.items()}
+    if names[:1] == ["--again"]:
+        again(cases, int(names[1]))
+        return
     for name, case in cases.items():
         if names and name.partition("/")[2] not in names:
             continue

@@ -49,7 +49,7 @@ def chat(**message: Any) -> str:
         (json.dumps({"messages": GOOD, "tools": DEEP}), "nested"),
         (json.dumps({"messages": GOOD, "tools": [{"name": "f", "parameters": NESTED}]}), "nested"),
         ('{"text": Infinity}', "Infinity"),
-        ('{"text": "a", "text": "b"}', "two fields of the name 'text'"),
+        ('{"text": "a", "text": "b"}', "two fields named 'text'"),
         ('{"text": "half \\ud800"}', "half a character"),
         (
             '{"messages": [{"role": "user", "content": "\\udfff"}, {"role": "assistant", "content": "a"}]}',
@@ -104,7 +104,7 @@ def test_times_out_of_range_and_twins(suffix: str, tmp_path: Path) -> None:
     assert [item.place.rpartition(" ")[2] for item in items if hasattr(item, "reason")] == ["2"]
     twins = pa.table([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
     (item,) = read_all(write(twins, f"twins{suffix}"))
-    assert "two of its columns are called the same" in item.reason  # type: ignore[union-attr]
+    assert "two columns have the same name" in item.reason  # type: ignore[union-attr]
 
 
 def test_a_folder_s_links_pipes_and_holes(tmp_path: Path) -> None:

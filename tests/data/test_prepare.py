@@ -320,7 +320,7 @@ def test_a_damaged_cache_is_told_and_made_again(tokenizer, folder, options_for, 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_sentence(tokenizer, folder, options_for, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot be kept in .*data\.cache"):
+    with pytest.raises(DataError, match=r"cannot be saved in .*data\.cache"):
         prepare(options_for(folder), tokenizer, 8192, Said(), tmp_path / "file" / "cache")
 
 
@@ -403,7 +403,7 @@ def test_columns_are_read_under_other_names(tokenizer, write_lines, options_for)
     path = write_lines([{"body": "Words."}])
     prepared = prepare(options_for(path, columns=["text=body"]), tokenizer, 8192, Said())
     assert prepared.account.formats == {"text": 1}
-    with pytest.raises(OptionError, match="'body' is no pair; write it like text=body"):
+    with pytest.raises(OptionError, match="'body' is not a pair; write it like text=body"):
         load(flags={"data.columns": "body"})
 
 

@@ -148,7 +148,7 @@ def test_bad_lines_are_named_and_the_others_read(tmp_path):
         ("a.py", b"abc\x00def", "zero byte"),
         ("a.parquet", b"PAR1 no", "not a Parquet file that can be read"),
         ("a.arrow", b"nothing", "damaged"),
-        ("a.csv", b"a,b\n1\n", "1 fields where the first row names 2"),
+        ("a.csv", b"a,b\n1\n", "1 fields, but the first row names 2"),
         ("a.pdf", b"no pdf", "PDF"),
         ("a.json", b"{", "not valid JSON"),
     ],

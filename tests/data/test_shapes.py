@@ -155,8 +155,8 @@ def test_strictly_what_is_not_understood_is_refused(template: str) -> None:
     assert len(reasons) == 3
     said = " | ".join(reasons)
     assert "no_loss_here of a message looks like a training flag" in said
-    assert "does not show all of it: 1 thoughts" in said
-    assert "say that they are to be learnt" in said
+    assert "omits part of it: 1 thoughts" in said
+    assert "marked to be learnt" in said
 
 
 def test_the_page_shows_the_shapes() -> None:

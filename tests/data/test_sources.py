@@ -57,9 +57,9 @@ def test_a_folders_splits_are_told_apart(
     (told,) = found.told
     assert f"train is learnt ({len(train)} files)" in told
     assert ("validation is held out" in told) == bool(heldout)
-    assert ("test is left alone" in told) == bool(left_alone)
+    assert ("test is not read" in told) == bool(left_alone)
     assert "README.md" in told
-    assert "data.splits: all learns every file" in told
+    assert "data.splits: all reads every file" in told
     everything = find([str(tmp_path)], splits=False)
     assert {*train, *heldout, *left_alone, "README.md"} <= {*named(everything.sources, tmp_path)}
     assert not everything.heldout
@@ -78,7 +78,7 @@ def test_a_card_beside_records_is_not_learnt_and_that_is_told(tmp_path: Path) ->
     write(tmp_path, "a.jsonl", "b.jsonl", "README.md", "LICENSE")
     found = find([str(tmp_path)])
     assert named(found.sources, tmp_path) == ["a.jsonl", "b.jsonl"]
-    assert any("README.md are about the data and not read" in text for text in found.told)
+    assert any("README.md describe the data and are not read" in text for text in found.told)
 
 
 def test_splits_from_the_files_to_the_rows(tmp_path: Path, tokenizer: Any, options_for: Callable[..., Any]) -> None:
@@ -94,7 +94,7 @@ def test_splits_from_the_files_to_the_rows(tmp_path: Path, tokenizer: Any, optio
     assert "valid.jsonl 3" in texts(prepared.heldout)
     assert "test" not in texts(prepared.train) + texts(prepared.heldout)
     assert "README" not in texts(prepared.train) + texts(prepared.heldout)
-    assert "test is left alone (1)" in said
+    assert "test is not read (1)" in said
     every = prepare(options_for(tmp_path, splits="all"), tokenizer, 8192, Said())
     assert all(name in texts(every.train) for name in ("train.jsonl", "valid.jsonl", "test.jsonl"))
 
@@ -105,7 +105,7 @@ def test_f28_patterns(tmp_path: Path) -> None:
     assert named(found.sources, tmp_path) == ["a.jsonl", "b.jsonl"]
     found = find([str(tmp_path / "**/*.jsonl"), str(tmp_path / "a.jsonl")], splits=False)
     assert sorted(named(found.sources, tmp_path)) == ["a.jsonl", "b.jsonl", "sub/d.jsonl", "test.jsonl", "train.jsonl"]
-    assert any("named more than once, and read once" in text for text in found.told)
+    assert any("named more than once; each is read once" in text for text in found.told)
     found = find([str(tmp_path / "t*.jsonl")])
     assert named(found.sources, tmp_path) == ["train.jsonl"]
     with pytest.raises(DataError, match=r"no file matches it"):
@@ -146,7 +146,7 @@ def test_f28_a_hubs_data_set_with_its_splits(hub: list[Any], tokenizer: Any, opt
     assert hub[-1] == ("owner/set", "small", None)
     assert prepared.account.num_train_examples == 4
     assert prepared.account.num_heldout_examples == 4
-    assert "test is left alone" in said
+    assert "test is not read" in said
     prepared = prepare(options_for("hub:owner/set:test"), tokenizer, 8192, Said())
     assert hub[-1] == ("owner/set", "test")
     assert tokenizer.decode(prepared.train[0].input_ids).startswith("test.jsonl 0")

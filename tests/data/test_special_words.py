@@ -56,7 +56,7 @@ def test_f24_names_of_special_tokens_are_text_by_default_and_tokens_by_option(
     assert not account.special_names
     as_text, said, account = made(names[0])
     assert (as_text.input_ids == number).sum() == (plain.input_ids == number).sum()
-    assert "2 names of special tokens stand in the texts and are read as text" in said
+    assert "2 names of special tokens are in the texts and are read as text" in said
     assert account.special_names.total() == 2
     assert f"Good {names[0]}." in learnt(tokenizer, as_text)
     assert f"Ask {names[0]}." in tokenizer.decode(as_text.input_ids)
@@ -77,7 +77,7 @@ def test_f24_of_documents_as_well(record: str, tokenizer: Any, write_lines: Any,
         prepared = prepare(options_for(write_lines([value]), special_tokens=special), tokenizer, 8192, said)
         (example,) = examples_of(prepared)
         assert (example.input_ids == number).sum() == found
-        assert f"{num} names of special tokens stand in the texts" in said
+        assert f"{num} names of special tokens are in the texts" in said
         assert text in tokenizer.decode(example.input_ids)
 
 

@@ -74,4 +74,4 @@ def test_a_carry_over_long_questions_makes_no_step_without_anything_to_learn(run
     assert ended.step == len(steps) == 10  # an answer each, in two epochs
     assert all(step["num_supervised_tokens"] for step in steps)
     assert sum(step["num_tokens"] for step in steps) > 600
-    assert any("segments have nothing to learn; each goes with the step behind it" in e.get("text", "") for e in told)
+    assert any("segments have nothing to learn; each is joined to the step after it" in e.get("text", "") for e in told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from narrowboat import api
-from narrowboat.engine.engine import TokenLosses
+from narrowboat.data.examples import Row
+from narrowboat.engine.engine import Engine, TokenLosses
 from narrowboat.errors import OptionError
-from narrowboat.evaluation.answers import question_of, write_on
+from narrowboat.evaluation import answers
+from narrowboat.evaluation.answers import question_of, write_all, write_on
 from narrowboat.evaluation.perplexity import perplexity
 from narrowboat.options.schema import Options
 from narrowboat.plan import MemoryPlan
+from narrowboat.planner import search
 from tests.memory.carry.trains import engine_of, train_of
 
 
@@ -60,6 +63,36 @@ def test_text_is_written_on_as_the_whole_document_would(positions: str) -> None:
     ids = torch.from_numpy(train.input_ids.astype(np.int64))[None]
     truth = engine.model.eval().generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert mine == truth[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("carry", [{}, {"policy": "sinks", "budget": "16", "positions": "rebased"}])
+def test_what_is_written_together_is_what_is_written_one_by_one(carry: dict[str, Any]) -> None:
+    trains = [train_of(lengths) for lengths in ((9, 14, 8), (5,), (12, 12))]
+    with engine_of(MemoryPlan(layers="keep"), **carry) as engine:
+        alone = [write_on(engine, train, 12, set()) for train in trains]
+        ends = {alone[0][3]}  # so that one of them is ready before the others
+        until = [said[: said.index(alone[0][3])] if alone[0][3] in said else said for said in alone]
+        assert write_all(engine, trains, 12, set()) == alone
+        assert write_all(engine, trains, 12, ends) == until
+
+
+def test_questions_of_an_evaluation_go_together_as_far_as_the_budget_allows(
+    run_options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = run_options(**{"evaluate.answers": 6, "evaluate.answer_tokens": 5, "data.heldout_share": 0.5})
+    api.train(options, quiet=True)
+    together: list[int] = []
+
+    def watched(engine: Engine, rows: Sequence[Row], most_tokens: int, ends: set[int]) -> list[list[int]]:
+        together.append(len(rows))
+        return write_all(engine, rows, most_tokens, ends)
+
+    monkeypatch.setattr(answers, "write_all", watched)
+    many = api.evaluate(Path(options.train.folder))
+    assert together == [6, 6]
+    monkeypatch.setattr(search, "MOST_TOGETHER", 1)
+    assert api.evaluate(Path(options.train.folder)).as_dict() == many.as_dict()
+    assert together == [6, 6] + 12 * [1]
 
 
 def test_a_question_is_answered_behind_what_was_read() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from narrowboat.engine.engine import Engine
+from narrowboat.memory.reading import Reading
 from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from tests.memory.families import FAMILIES, adapted, token_ids
@@ -31,11 +32,31 @@ def test_what_is_read_on_is_what_the_model_says_of_the_whole_row(family: str) ->
     for plan in PLANS if family == "llama" else PLANS[2:4]:
         with Engine(model, None, MemoryPlan(**plan), 0) as engine:
             reading = engine.reading(ids.shape[1])
-            found = [engine.read_on(reading, ids[:, :NUM_TOKENS])]
-            found += [engine.read_on(reading, ids[:, n : n + 1]) for n in range(NUM_TOKENS, ids.shape[1])]
+            found = [engine.read_on(reading, ids[:, :NUM_TOKENS])[0]]
+            found += [engine.read_on(reading, ids[:, n : n + 1])[0] for n in range(NUM_TOKENS, ids.shape[1])]
             reading.release()
         for mine, own in zip(found, truth, strict=True):
             torch.testing.assert_close(mine, own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama, dynamic rope"])
+def test_documents_of_any_lengths_are_read_on_together(family: str) -> None:
+    model, lengths = adapted(family).eval(), (9, NUM_TOKENS, 23)
+    ids = token_ids(len(lengths), NUM_TOKENS + NUM_FURTHER)
+    with torch.no_grad():
+        truth = [
+            [model(input_ids=row[None, : num + i], use_cache=False).logits[0, -1] for i in range(1, NUM_FURTHER + 1)]
+            for row, num in zip(ids, lengths, strict=True)
+        ]
+    for plan in PLANS if family == "llama" else PLANS[2:3]:
+        with Engine(model, None, MemoryPlan(**plan), 0) as engine:
+            readings = [engine.reading(ids.shape[1]) for _ in lengths]
+            for reading, row, num in zip(readings, ids, lengths, strict=True):
+                engine.read_on(reading, row[None, :num])
+            for i in range(NUM_FURTHER):
+                now = torch.stack([row[num + i : num + i + 1] for row, num in zip(ids, lengths, strict=True)])
+                found = engine.read_on(Reading.together(readings), now, [num + i for num in lengths])
+                torch.testing.assert_close(found, torch.stack([each[i] for each in truth]), rtol=1e-4, atol=1e-4)
 
 
 def test_only_one_layers_keys_and_values_are_on_the_device_where_inputs_rest_elsewhere() -> None:

@@ -4,7 +4,8 @@
 
 Each class gets a miniature with the defaults of its own configuration. It is refused by name, or its gradients under
 each kind of plan are those of plain autograd, and with its own dropout those of the plan that keeps everything.
-Computed in float64, so that what differs is wrong and not rounded; a class that asks for float32 gets it.
+Computed in float64, so that what differs is wrong and not rounded; a class that asks for float32 gets it, and twice the
+tolerance.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from narrowboat.memory.install import install
 from narrowboat.memory.installed import Installed
 from narrowboat.memory.trusted import contract_for
 from narrowboat.model.classes import class_and_config
+from narrowboat.model.experts import experts_of
 from narrowboat.model.inner_transformers import supports_sdpa
 from narrowboat.model.miniature import FIRST_TEXT_ID, VOCABULARY, miniature
 from narrowboat.plan import MemoryPlan
@@ -45,15 +47,29 @@ PLANS = {
     "stream with a stride": MemoryPlan(layers="stream", tile_tokens=8, input_stride=2),
 }
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}}
+ROPES = {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), SECTIONS["rope_parameters"])}
 STATED: dict[str, dict[str, Any]] = {
     **{name: {"text_config": SECTIONS | {"head_dim": 128}} for name in ("qwen2_vl", "qwen2_5_vl")},
     **{name: {"head_dim": 64} for name in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")},
     "nemotron": {"num_key_value_heads": 8},
-    "dots1": {"n_routed_experts": 8},
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "cohere_compass_text": ROPES,
+    "xmod": {"default_language": "en_XX"},
+    "cohere_compass": {"text_config": ROPES},
 }
 """What real configurations state where defaults leave it open."""
+
+
+NO_MODEL = "its defaults make no model"
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,7 @@ class Outcome:
         plans: right ones, by name, and for the others why they are refused.
         separates: whether documents may share a row.
         whole: kinds of layers that no tile runs.
+        experts: whether it has routed experts that ``lora.experts`` adapts.
         wrong: plans whose gradients are others, and by how much.
         broke: an error that is no refusal.
     """
@@ -77,6 +94,7 @@ class Outcome:
     plans: Mapping[str, str] | None = None
     separates: bool = True
     whole: tuple[str, ...] = ()
+    experts: bool = False
     wrong: Mapping[str, float] | None = None
     broke: str = ""
 
@@ -96,7 +114,7 @@ def outcome(family: str) -> Outcome:
         config._attn_implementation = "sdpa" if supports_sdpa(kind) else "eager"
         model = miniature(kind, config)
     except Exception as error:  # defaults of which nobody made a model
-        return Outcome(family, broke=f"its defaults make no model: {type(error).__name__}: {first_line(error)}")
+        return Outcome(family, broke=f"{NO_MODEL}: {type(error).__name__}: {first_line(error)}")
     try:
         contract = contract_for(model)
     except AnatomyError as error:
@@ -107,18 +125,22 @@ def outcome(family: str) -> Outcome:
         return Outcome(family, kind.__name__, broke=f"{type(error).__name__}: {first_line(error)}")
     plans = {layers: contract.refused.get(layers, "") for layers in ("keep", "recompute", "stream")}  # type: ignore[call-overload]
     whole = tuple(layer.why for layer in contract.layers.values() if layer.tiles == "none")
-    return Outcome(family, kind.__name__, "", plans, contract.separates, whole, wrong)
+    return Outcome(family, kind.__name__, "", plans, contract.separates, whole, bool(experts_of(model)), wrong)
 
 
 def _wrong(model: nn.Module, contract: Contract) -> dict[str, float]:
     try:
-        return _differences(model.double(), contract)
+        return _above(TOLERANCE, _differences(model.double(), contract))
     except RuntimeError:  # of a class that computes in float32 whatever it is given
-        return _differences(model.float(), contract)
+        return _above(2 * TOLERANCE, _differences(model.float(), contract))
+
+
+def _above(tolerance: float, differences: Mapping[str, float]) -> dict[str, float]:
+    return {name: off for name, off in differences.items() if not off <= tolerance}
 
 
 def _differences(model: nn.Module, contract: Contract) -> dict[str, float]:
-    """By plan, what is above the tolerance."""
+    """By plan, from the gradients that are right."""
     ids = torch.randint(FIRST_TEXT_ID, VOCABULARY, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(7))
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     model.train()
@@ -130,7 +152,7 @@ def _differences(model: nn.Module, contract: Contract) -> dict[str, float]:
     found |= {
         f"{name}, with dropout": _difference(_gradients(model, seeded, plan), kept) for name, plan in plans.items()
     }
-    return {name: off for name, off in found.items() if not off <= TOLERANCE}
+    return found
 
 
 def _gradients(
@@ -141,7 +163,8 @@ def _gradients(
         if plan is None:
             stack.enter_context(PlacedFunctions(Whereabouts(is_off=True)))
             stack.enter_context(Switch(model).to("eager"))
-            batch = batch | {name: False for name in ("use_cache",) if takes(model.forward, name)}
+            if takes(model.forward, "use_cache") or takes(model.forward, "kwargs"):
+                batch = {**batch, "use_cache": False}
         elif contract is None:
             stack.enter_context(install(model, plan))
         else:
@@ -176,8 +199,14 @@ def page(text: Sequence[Outcome], pictures: Sequence[Outcome]) -> str:
     """The table, in Markdown."""
     lines = [HEAD.format(transformers=transformers.__version__, torch=torch.__version__.partition("+")[0])]
     for title, some in (("Models of text", text), ("Text of models for pictures and text", pictures)):
-        lines += [f"## {title}", "", _counts(some), "", "| family | class | recompute | stream | rows | remarks |"]
-        lines += ["|---|---|---|---|---|---|", *map(_line, some), ""]
+        lines += [
+            f"## {title}",
+            "",
+            _counts(some),
+            "",
+            "| family | class | recompute | stream | rows | experts | remarks |",
+        ]
+        lines += ["|---|---|---|---|---|---|---|", *map(_line, some), ""]
     return "\n".join(lines)
 
 
@@ -185,12 +214,13 @@ HEAD = """# Models
 
 What Narrowboat makes of each causal language model of transformers {transformers} (PyTorch {torch}), written by
 `python -m tests.promises.models > docs/models.md`. A class is right under a plan where its gradients are those of plain
-autograd to 1e-5, on a miniature with the defaults of its configuration, with its own dropout as well. Everything else
-is refused by name, before a weight is read. `keep` is right wherever a class is not refused.
+autograd to 1e-5 (2e-5 where a class computes in float32 alone), on a miniature with the defaults of its configuration,
+with its own dropout as well. Everything else is refused by name, before a weight is read. `keep` is right wherever a
+class is not refused.
 
 rows: `packed` where several documents may share a row without seeing each other; `single` where a row has to be one
-document. Every class takes adapters on its linear layers (`lora.targets`), in float32, bfloat16 or float16; routed
-experts of mixtures carry none.
+document. Every class takes adapters on its linear layers (`lora.targets`), in float32, bfloat16 or float16.
+experts: `yes` where it has routed experts that can carry adapters as well (`lora.experts: all`).
 """
 
 
@@ -198,7 +228,8 @@ def _counts(some: Sequence[Outcome]) -> str:
     right = [one for one in some if one.plans]
     streamed = [one for one in right if not (one.plans or {}).get("stream")]
     return (
-        f"{len(some)} families: {len(right)} are trained, {len(streamed)} of them under `stream` as well; "
+        f"{len(some)} families: {len(right)} are trained, {len(streamed)} of them under `stream` as well "
+        f"({len(streamed) / len(some):.0%} of all); "
         f"{sum(bool(one.refused) for one in some)} are refused; of {sum(bool(one.broke) for one in some)} the defaults "
         "make no model here."
     )
@@ -206,13 +237,16 @@ def _counts(some: Sequence[Outcome]) -> str:
 
 def _line(one: Outcome) -> str:
     if one.plans is None:
-        return f"| {one.family} | {one.model} | | | | {_cell(one.refused or one.broke)} |"
+        return f"| {one.family} | {one.model} | | | | | {_cell(one.refused or one.broke)} |"
     marks = ["" if one.plans[layers] else "yes" for layers in ("recompute", "stream")]
     remarks = [f"{layers}: {why}" for layers, why in one.plans.items() if why]
     if one.whole and marks[1]:
         remarks.append("some layers run whole rows")
+    experts = "yes" if one.experts else ""
     rows = "packed" if one.separates else "single"
-    return f"| {one.family} | {one.model} | {marks[0]} | {marks[1]} | {rows} | {_cell('; '.join(remarks))} |"
+    return (
+        f"| {one.family} | {one.model} | {marks[0]} | {marks[1]} | {rows} | {experts} | {_cell('; '.join(remarks))} |"
+    )
 
 
 def _cell(text: str) -> str:
@@ -225,9 +259,9 @@ def main() -> int:
     pictures = [name for name in families(AutoModelForImageTextToText) if name not in text]
     found = outcomes([*text, *pictures], num_processes=2)
     print(page(found[: len(text)], found[len(text) :]))
-    wrong = [one for one in found if one.wrong]
+    wrong = [one for one in found if one.wrong or (one.broke and NO_MODEL not in one.broke)]
     for one in wrong:
-        print(f"{one.family}: {one.wrong}", file=sys.stderr)
+        print(f"{one.family}: {one.wrong or one.broke}", file=sys.stderr)
     return int(bool(wrong))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ class Case:
     rank: int = 4
     dtype: torch.dtype = torch.float32
     changes: dict[str, Any] = field(default_factory=dict)
+    experts: Literal["none", "all"] = "none"
 
     def config(self) -> Any:
         name, differs, _ = FAMILIES[self.family]
@@ -55,7 +56,7 @@ class Case:
         return getattr(transformers, name)(**sizes)
 
     def options(self) -> Options:
-        return Options(lora=LoraOptions(rank=self.rank))
+        return Options(lora=LoraOptions(rank=self.rank, experts=self.experts))
 
     def __str__(self) -> str:
         return f"{self.family}, {self.plan.describe()}, {self.num_rows} x {self.num_tokens}, {self.dtype}"
@@ -66,6 +67,7 @@ def cases() -> list[Case]:
     stream, recompute = MemoryPlan(**TILE), MemoryPlan(**RECOMPUTE)
     found = [Case(family, stream) for family in ("gemma3", "gpt-oss", "mixtral")]
     found += [Case(family, recompute) for family in ("gemma2", "mixtral", "phi-3", "gpt-neox")]
+    found += [Case("mixtral", plan, experts="all") for plan in (stream, recompute)]
     found += [Case("llama", MemoryPlan(**plan)) for plan in PLANS]
     found += [Case("llama", stream, num_tokens=n) for n in (5, 33)]
     found += [Case("mistral", stream, num_rows=3, rank=64, changes={"sliding_window": 40})]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.choosing import search_in
 from narrowboat.data.examples import Row
-from narrowboat.evaluation.answers import write_on
+from narrowboat.evaluation.answers import write_all, write_on
 from narrowboat.model.saved import save_adapter
 from narrowboat.options.load import load
 from narrowboat.plan import MemoryPlan
@@ -73,8 +73,9 @@ def readings(setting: Setting, plan: MemoryPlan, folder: Path) -> dict[str, int]
 
 @pytest.mark.parametrize("plan", [RECOMPUTE, TILES, AWAY, TILES | {"inputs": "host", "weights": "host"}], ids=str)
 def test_so_is_what_an_evaluation_takes(plan: dict[str, Any], folder: Path) -> None:
-    """Without an optimizer, but with answers."""
+    """Without an optimizer, but with answers: one at a time, and eight together."""
     flags = {"model.name": str(folder), "model.dtype": "float32", "model.device": "cpu", "lora.rank": 4}
+    flags |= {"evaluate.answer_tokens": 4}
     setting = Setting.of(load(None, flags), lambda event: None)
     memory_plan = MemoryPlan(**plan, micro_batch_tokens=NUM_TOKENS)
     search = search_in(setting, trains=False)
@@ -85,7 +86,15 @@ def test_so_is_what_an_evaluation_takes(plan: dict[str, Any], folder: Path) -> N
         ready.gauge.begin("evaluation")
         ready.engine.evaluate([row])
         ready.gauge.begin("answers")
-        write_on(ready.engine, replace(row, input_ids=ids[:-4]), 4, set())
+        write_on(ready.engine, row, 4, set())
+        ready.gauge.begin("leaving")
+        ready.gauge.begin("together")
+        write_all(ready.engine, [row] * 8, 4, set())
+        ready.gauge.begin("leaving")
+    together = ready.gauge.by_phase.pop("together")
+    eight = memory_plan.model_copy(update={"micro_batch_tokens": 8 * (NUM_TOKENS + 4)})
+    foreseen = search.in_every_phase(replace(found, plan=eight)).phases["answers"]
+    assert plan.get("inputs", "device") != "device" or foreseen == pytest.approx(together, rel=0.02)
     read = {phase: peak for phase, peak in ready.gauge.by_phase.items() if phase != "leaving"}
     assert found.phases == pytest.approx(read, rel=0.02)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 TOP = Path(__file__).parents[2]
 PROJECT = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -89,3 +90,14 @@ def test_what_is_pinned_is_within_the_bounds() -> None:
     extras = [line for name, lines in PROJECT["optional-dependencies"].items() if name != "all" for line in lines]
     for requirement in map(Requirement, PROJECT["dependencies"] + extras):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), str(requirement)
+
+
+def test_the_lowest_bounds_are_those_that_were_tried() -> None:
+    lines = (TOP / "constraints-lowest.txt").read_text(encoding="utf-8").split("\n")
+    tried = {canonicalize_name(name): version for name, version in (li.split("==") for li in lines if "==" in li)}
+    extras = [line for name, lines in PROJECT["optional-dependencies"].items() if name != "all" for line in lines]
+    for requirement in map(Requirement, PROJECT["dependencies"] + extras):
+        (lowest,) = [Version(spec.version) for spec in requirement.specifier if spec.operator == ">="]
+        version = Version(tried.pop(canonicalize_name(requirement.name)))
+        assert version.release[: len(lowest.release)] == lowest.release, str(requirement)
+    assert not tried, "nothing asks for these"

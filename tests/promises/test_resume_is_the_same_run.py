@@ -71,7 +71,7 @@ def test_a_signal_saves_and_resuming_goes_on(run_options: RunOptions, tmp_path: 
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 143, said
-    assert "Go on with --resume" in said
+    assert "Continue it with --resume" in said
     done = max(losses(folder))
     assert 3 <= done < 400
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{done:06d}"]

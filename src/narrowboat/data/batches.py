@@ -1,7 +1,7 @@
-"""Batches: which rows an optimizer step sees, which of them go through the model together, and as what tensors.
+"""Batches: which rows an optimizer step sees, which rows go through the model together, and their tensors.
 
-A step batch is a pure function of the seed and the step's number, so that a run can be resumed anywhere with no state:
-the number of steps in an epoch is the same for every epoch, and each epoch shuffles anew.
+A step batch is a pure function of the seed and the step's number, so a run can be resumed at any step without saved
+state. Every epoch has the same number of steps, and shuffles the rows anew.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from narrowboat.data.packing import row_numbers
 
 
 class StepSchedule:
-    """Rows of every step batch: ``schedule[step]``, counted on across epochs; ``len(schedule)`` is one epoch.
+    """The rows of every step batch: ``schedule[step]``, with steps counted across epochs; ``len(schedule)`` is one
+    epoch.
 
-    A step batch holds at most ``batch_tokens``; one row always goes, however long. Rows are dealt anew every epoch
-    among slots of about their length (within 1/64 of ``batch_tokens``), so the number of steps stays the same.
+    A step batch holds at most ``batch_tokens``, or one row that is longer. Every epoch assigns rows anew to slots of
+    about their length (within 1/64 of ``batch_tokens``), so the number of steps stays the same.
 
     Args:
         lengths: tokens of each row.
         batch_tokens: tokens of a step batch.
         seed: decides the order, together with the epoch's number.
-        longest_first: start each epoch with the step batch that holds the longest row, so that a run that will not
-            fit says so at once.
-        world_size: how many ranks share a step batch; see ``portions``.
-        rank: which of them this is.
+        longest_first: start each epoch with the step batch that holds the longest row, so that a run that does not fit
+            fails in its first step.
+        world_size: number of ranks that share a step batch; ``portions`` divides it.
+        rank: the number of this rank.
     """
 
     def __init__(
@@ -55,16 +56,16 @@ class StepSchedule:
         return self._steps
 
     def __getitem__(self, step: int) -> list[int]:
-        """Row numbers of step batch ``step``, for all ranks together."""
+        """Row numbers of step batch ``step``, over all ranks."""
         epoch, place = divmod(step, self._steps)
         if self._epoch[0] != epoch:
             self._epoch = (epoch, self._deal(epoch))
         return self._epoch[1][place]
 
     def portions(self, step: int, micro_batch_tokens: int) -> list[Portion]:
-        """This rank's micro-batches of step batch ``step``: equally many on every rank.
+        """This rank's micro-batches of step batch ``step``; every rank has the same number.
 
-        Where they do not come out even, up to ``world_size - 1`` ranks run one row a second time without counting it.
+        Where the rows cannot be divided evenly, up to ``world_size - 1`` ranks run one row again without counting it.
         """
         rows = self[step]
         groups = [[rows[i] for i in group] for group in group_rows(self.lengths[rows], micro_batch_tokens)]
@@ -90,10 +91,10 @@ class StepSchedule:
 
 
 def _round_up(lengths: NDArray[np.int64], batch_tokens: int) -> NDArray[np.int64]:
-    """Lengths of about the same size made equal, so that rows can change places without breaking ``batch_tokens``.
+    """Round similar lengths up to the same size, so that rows can change places without exceeding ``batch_tokens``.
 
-    The sizes are the 64ths of ``batch_tokens``, and its whole parts 1/2, 1/3, ..: as many rows fit as would unrounded
-    where all are of one length.
+    The sizes are the multiples of ``batch_tokens`` / 64 and the fractions 1/2, 1/3, ... of ``batch_tokens``. So rows of
+    one length fit as often as they would without rounding.
     """
     parts = batch_tokens // np.arange(1, min(batch_tokens, 4096) + 1)
     sizes = np.unique(np.concatenate([parts, batch_tokens * np.arange(1, 65) // 64]))
@@ -105,16 +106,16 @@ def _round_up(lengths: NDArray[np.int64], batch_tokens: int) -> NDArray[np.int64
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Row numbers of one micro-batch; ``counts=False`` is a filler whose loss weighs nothing."""
+    """Row numbers of one micro-batch; with ``counts=False`` it is a filler whose loss has weight 0."""
 
     rows: tuple[int, ...]
     counts: bool = True
 
 
 def group_rows(lengths: Sequence[int] | NDArray[np.int64], micro_batch_tokens: int) -> list[list[int]]:
-    """Places of rows that go together, of about the same length, longest first, so that little is padded.
+    """Group row indices into micro-batches of similar length, longest first, so that little padding is needed.
 
-    A group's padded size (rows times its longest) is at most ``micro_batch_tokens``; one row always goes.
+    A group's padded size (number of rows times its longest row) is at most ``micro_batch_tokens``, or it is one row.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -int(lengths[i])):
@@ -128,29 +129,30 @@ def group_rows(lengths: Sequence[int] | NDArray[np.int64], micro_batch_tokens: i
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward sees. All tensors are int64 ``[rows, tokens]``.
+    """The input of one forward. All tensors are int64 ``[rows, tokens]``.
 
-    Padding stands on the right, is labelled ``IGNORED`` by its position, whatever the pad token's id, and counts its
-    own positions from 0: it is a document of its own for attention that finds packed documents by their restarting
-    positions, as transformers does when it gets no ``attention_mask``. So ``attention_mask`` is given only where rows
-    are padded and none is packed.
+    Padding is on the right. Its label is ``IGNORED``, and its positions start at 0 again, so that attention which finds
+    packed documents by their restarting positions (as transformers does without an ``attention_mask``) takes it for a
+    document of its own. So ``attention_mask`` is given only where rows are padded and none is packed.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
     attention_mask: torch.Tensor | None
-    lengths: tuple[tuple[int, ...], ...]  # of each row's documents, without padding
+    lengths: tuple[tuple[int, ...], ...]  # lengths of each row's documents, without padding
     num_supervised: int
-    learnt: torch.Tensor  # [num_supervised], flat positions before learnt labels: a device need not be asked for them
+    learnt: (
+        torch.Tensor
+    )  # [num_supervised], flat positions before learnt labels, kept here so that no device has to compute them
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, without padding."""
+        """Number of tokens without padding."""
         return sum(map(sum, self.lengths))
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on ``device``."""
+        """The micro-batch on ``device``."""
         mask = None if self.attention_mask is None else self.attention_mask.to(device, non_blocking=True)
         return replace(
             self,

@@ -1,6 +1,6 @@
 """Where a text may be cut: heading, paragraph, sentence, clause, word, grapheme, coarsest first.
 
-In Markdown, tables and fenced code are kept whole where they fit. Code is cut at its definitions; see ``code.py``.
+In Markdown, tables and fenced code stay whole where they fit. Source code is cut at its definitions (``code.py``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from narrowboat.data.sentences import sentence_ends
 
 Boundaries = Callable[[str, int, int, int], Sequence[int] | NDArray[np.int64]]
-"""``(text, begin, low, high)`` to rising character positions in ``low..high`` where a cut may fall.
+"""Maps ``(text, begin, low, high)`` to rising character positions in ``low..high`` at which the text may be cut.
 
-``begin`` is where the segment starts: what stands before is of no interest.
+``begin`` is the segment's first character; the text before it is not looked at.
 """
 
 _BLANK_LINES = regex.compile(r"\n(?:[ \t\r]*\n)+")
@@ -35,18 +35,18 @@ _WHOLE = regex.compile(
     r"^(?P<fence>```+|~~~+)[^\n]*\n(?:.*?\n)??(?P=fence)[`~]*[ \t]*(?:\n|\Z)|(?:^[ \t]*\|[^\n]*(?:\n|\Z)){2,}",
     regex.MULTILINE | regex.DOTALL,
 )
-_LOOK_AHEAD = 200  # characters behind a window that tell whether something ends in it
+_LOOK_AHEAD = 200  # characters after a window that are needed to see whether something ends inside the window
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Levels of boundaries, coarsest first; and spans, rising, that stay whole where they fit into a segment."""
+    """Levels of boundaries, coarsest first, and rising spans that stay whole where they fit into a segment."""
 
     levels: Sequence[Boundaries]
     whole: Sequence[tuple[int, int]] = field(default=())
 
     def around(self, position: int) -> tuple[int, int] | None:
-        """The span that ``position`` lies inside of, if any."""
+        """The span that contains ``position``, if any."""
         place = bisect_right(self.whole, position, key=lambda span: span[0]) - 1
         if place < 0:
             return None
@@ -55,40 +55,40 @@ class Cuts:
 
 
 def headings(text: str, begin: int, low: int, high: int) -> list[int]:
-    """Before lines that are headings by their look: Markdown's, or "Chapter 3"."""
+    """Positions before lines that look like headings: those of Markdown, or "Chapter 3"."""
     return [match.start() for match in _HEADING.finditer(text, low, high + _LOOK_AHEAD) if match.start() <= high]
 
 
 def paragraphs(text: str, begin: int, low: int, high: int) -> list[int]:
-    """Behind blank lines."""
+    """Positions after blank lines."""
     start = max(begin, low - _LOOK_AHEAD)
     return [match.end() for match in _BLANK_LINES.finditer(text, start, high) if match.end() >= low]
 
 
 def lines(text: str, begin: int, low: int, high: int) -> list[int]:
-    """Behind line breaks."""
+    """Positions after line breaks."""
     return [match.end() for match in _LINE.finditer(text, max(begin, low - 1), high)]
 
 
 def sentences(text: str, begin: int, low: int, high: int) -> list[int]:
-    """Behind sentences; looked for from the start of the paragraph that ``low`` lies in."""
+    """Positions after sentences; the search starts at the paragraph that contains ``low``."""
     start = max(text.rfind("\n\n", begin, low), begin)
     ends = (start + end for end in sentence_ends(text[start : high + _LOOK_AHEAD])[:-1])
     return [end for end in ends if low <= end <= high]
 
 
 def clauses(text: str, begin: int, low: int, high: int) -> list[int]:
-    """Behind commas and the like, and behind line breaks."""
+    """Positions after commas and similar marks, and after line breaks."""
     return [match.end() for match in _CLAUSE.finditer(text, max(begin, low - 2), high) if match.end() >= low]
 
 
 def words(text: str, begin: int, low: int, high: int) -> list[int]:
-    """Behind blanks."""
+    """Positions after spaces."""
     return [match.end() for match in _BLANK.finditer(text, max(begin, low - 1), high) if match.end() >= low]
 
 
 def graphemes(text: str, begin: int, low: int, high: int) -> list[int]:
-    """Between what readers see as characters; an emoji made of several code points is one."""
+    """Positions between graphemes, which readers see as characters; an emoji of several code points is one grapheme."""
     found = (match.end() for match in _GRAPHEME.finditer(text, begin, min(high + _LOOK_AHEAD, len(text))))
     return [end for end in found if low <= end <= high]
 

@@ -1,7 +1,8 @@
 """The cache: prepared examples in Arrow shards on disk, mapped into memory when they are used.
 
-Its key covers the data's content, the tokenizer, the chat template, the options and Narrowboat's version. A folder is
-whole when it has a manifest, which is written last; what does not agree with its manifest is made again.
+The cache key covers the data's content, the tokenizer, the chat template, the options and Narrowboat's version. A
+folder is complete when it has a manifest, which is written last; a folder that does not match its manifest is prepared
+again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FORMAT = 3  # of the shards; a new number makes all caches anew
 
 
 def key_of(sources: Sequence[Source], tokenizer: Any, settings: Mapping[str, Any]) -> str:
-    """A name for what ``sources`` become under ``settings``; reads all of their bytes."""
+    """The cache key of ``sources`` under ``settings``; reads all bytes of the sources."""
     digests = {path: _content(path) for path in {source.path for source in sources}}
     parts = {
         "format": FORMAT,
@@ -49,7 +50,7 @@ def key_of(sources: Sequence[Source], tokenizer: Any, settings: Mapping[str, Any
 
 
 def find(folder: Path) -> tuple[Store, Account] | None:
-    """What lies in ``folder``, or None if nothing does or it is damaged."""
+    """The store in ``folder``; None if there is none or it is damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest.pop("digest") != _digest_of(manifest):
@@ -63,7 +64,7 @@ def find(folder: Path) -> tuple[Store, Account] | None:
 
 
 def open_shards(paths: Sequence[Path], fingerprint: str = "") -> Store:
-    """Map shards into memory; nothing is read before it is asked for."""
+    """Map shards into memory; bytes are read when they are used."""
     batches: list[pa.RecordBatch] = []
     for path in paths:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -73,7 +74,7 @@ def open_shards(paths: Sequence[Path], fingerprint: str = "") -> Store:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Of several processes that look for ``folder`` or fill it, one at a time.
+    """Let one process at a time look for ``folder`` or fill it.
 
     Raises:
         DataError: when the disk is full or the folder cannot be written.
@@ -84,13 +85,13 @@ def alone(folder: Path) -> Iterator[None]:
     except OSError as error:
         free = format_bytes(shutil.disk_usage(folder.parent).free) if folder.parent.exists() else "unknown"
         raise DataError(
-            f"prepared data cannot be kept in {folder.parent}: {error.strerror or error}; {free} are free there. "
-            "data.cache names another folder."
+            f"prepared data cannot be saved in {folder.parent}: {error.strerror or error}; {free} are free there. "
+            "Choose another folder with data.cache."
         ) from None
 
 
 def keep(folder: Path, batches: Iterable[pa.RecordBatch], account: Account) -> Store:
-    """Write ``batches`` into ``folder``, whole or not at all; ``account`` is complete when they are used up."""
+    """Write ``batches`` into ``folder``, whole or not at all; ``account`` is complete after the last batch."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
         draft = Path(name) / "draft"
         draft.mkdir(mode=0o700)
@@ -128,7 +129,7 @@ def _write(folder: Path, batches: Iterable[pa.RecordBatch]) -> list[Path]:
 
 
 def _large(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same examples in fewer batches: each one costs pages of memory when it is mapped."""
+    """Merge batches into fewer, because each mapped batch costs pages of memory."""
     waiting: list[pa.RecordBatch] = []
     for batch in batches:
         waiting.append(batch)
@@ -144,7 +145,7 @@ def _digest_of(manifest: Mapping[str, Any]) -> str:
 
 
 def _content(path: Path) -> str:
-    """A digest of a source; one that cannot be read is told when its turn to be read comes."""
+    """A digest of a source; an unreadable source is reported later, when it is read."""
     try:
         return _digest(path)
     except OSError as error:

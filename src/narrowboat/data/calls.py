@@ -1,7 +1,7 @@
-"""Calls of tools and their descriptions in the form that chat templates take, from what people write down.
+"""Tool calls and tool descriptions in the form that chat templates take, from the forms that data sets have.
 
-OpenAI writes a call's arguments as JSON text, templates want the object. Arrow fills in a null for every field that
-another record has; those are no one's arguments and go, while nulls in JSON, also in JSON text in a column, stay.
+OpenAI writes a call's arguments as JSON text; templates take the object. Arrow adds a null for every field that another
+record has. Such nulls are removed, while nulls in JSON (also in a column of JSON text) are kept.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from narrowboat.data.keys import TOOLS, Told, is_empty
 from narrowboat.errors import DataError
 
 ARGUMENTS = ("arguments", "parameters", "args", "input")
-"""Names that a call's arguments go by."""
+"""Field names of a call's arguments."""
 
 
 def calls_of(name: str, turn: Mapping[str, Any], told: Told, fills_nulls: bool) -> list[dict[str, Any]]:
-    """The calls of the message ``name``: ``tool_calls``, or ``function_call`` as OpenAI had it before.
+    """The calls of the message ``name``: ``tool_calls``, or OpenAI's older ``function_call``.
 
     Raises:
-        DataError: they are no calls.
+        DataError: they are not tool calls.
     """
     calls, older = turn.get("tool_calls"), turn.get("function_call")
     read = [_call(name, call, told) for call in _listed(calls, f"tool_calls of {name}", fills_nulls)]
@@ -35,27 +35,27 @@ def calls_of(name: str, turn: Mapping[str, Any], told: Told, fills_nulls: bool) 
 
 
 def call_in(name: str, content: Any, told: Told) -> list[dict[str, Any]]:
-    """The calls that the content of a message is, as ShareGPT and ms-swift have it.
+    """The calls in a message whose content is calls, as ShareGPT and ms-swift write them.
 
     Raises:
-        DataError: they are no calls.
+        DataError: they are not tool calls.
     """
     described = parsed(content, name) if isinstance(content, str) else content
     return [_call(name, call, told) for call in (described if isinstance(described, list) else [described])]
 
 
 def tools_of(value: Mapping[str, Any], fills_nulls: bool = False) -> list[Any] | None:
-    """Descriptions of tools, also as JSON text; ``functions`` are tools as OpenAI had them before.
+    """Tool descriptions, also from JSON text; ``functions`` is OpenAI's older field for them.
 
     Raises:
-        DataError: they are no descriptions.
+        DataError: they are not tool descriptions.
     """
     tools: list[Any] = []
     for key in TOOLS:
         for tool in _listed(value.get(key), key, fills_nulls):
             tool = parsed(tool, f"one of {key}") if isinstance(tool, str) else tool
             if not isinstance(tool, dict):
-                raise DataError(f"{key} holds {kind_of(tool)}, which describes no tool")
+                raise DataError(f"{key} holds {kind_of(tool)}, which is not a tool description")
             if is_deep(tool):
                 raise DataError(f"one of {key} is nested too deeply")
             is_bare = "name" in tool and "function" not in tool and tool.get("type", "function") == "function"
@@ -63,19 +63,19 @@ def tools_of(value: Mapping[str, Any], fills_nulls: bool = False) -> list[Any] |
             if tool not in tools:
                 tools.append(tool)
     if tools:
-        whole("a description of a tool", as_text(tools))
+        whole("a tool description", as_text(tools))
     return tools or None
 
 
 def without_nulls(value: Any) -> Any:
-    """``value`` without the fields, at any depth, that are null."""
+    """``value`` without null fields, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _listed(found: Any, name: str, fills_nulls: bool) -> list[Any]:
-    """A list, also as JSON text, whose nulls are its author's own."""
+    """A list, also from JSON text, in which nulls are kept because the author wrote them."""
     if isinstance(found, str) and found.strip():
         found, fills_nulls = parsed(found, name), False
     if is_empty(found):
@@ -86,10 +86,12 @@ def _listed(found: Any, name: str, fills_nulls: bool) -> list[Any]:
 
 
 def _call(name: str, call: Any, told: Told) -> dict[str, Any]:
-    """A call as ``{"type": "function", "function": {"name": ..., "arguments": {...}}}``, with its id if it has one."""
+    """A call in the form ``{"type": "function", "function": {"name": ..., "arguments": {...}}}``, with its id if
+    any.
+    """
     frame = call if isinstance(call, Mapping) else {}
     function = frame.get("function")
-    if not isinstance(function, Mapping):  # the call without its frame
+    if not isinstance(function, Mapping):  # the call without the outer {"function": ...}
         function, frame = frame, {key: frame[key] for key in ("id",) if key in frame}
     if not isinstance(function.get("name"), str):
         raise DataError(f"{name} calls a tool without a name")
@@ -109,4 +111,4 @@ def _call(name: str, call: Any, told: Told) -> dict[str, Any]:
 
 
 _KNOWN = {"type", "id", "index", "function", "name", *ARGUMENTS}
-"""What a call may have."""
+"""Known fields of a call."""

@@ -1,7 +1,7 @@
 """Where code may be cut: at top-level definitions, then at blocks inside them, then at lines; by tree-sitter.
 
-A comment right above a definition goes with it. A language without a grammar here is cut at blank lines that a line
-without indentation follows, then at blank lines, then at lines.
+A comment right above a definition stays with it. A language without a grammar is cut at blank lines before a line
+without indentation, then at any blank line, then at lines.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _DEFINITION = re.compile(
     "definition|declaration|function|class|method|struct|enum|impl|trait|interface|module|namespace"
 )
 _TOP_LEVEL = re.compile(r"\n[ \t\r]*\n(?=[^\s)}\]])")
-_DEEPEST = 8  # levels of nesting that are looked at before lines
+_DEEPEST = 8  # levels of nesting that are tried before lines
 
 
 def code(text: str, language: str) -> Cuts:
-    """Boundaries of ``text``, parsed as ``language``."""
+    """The levels of boundaries of ``text``, parsed as ``language``."""
     parser = _parser(language)
     if parser is None:
         return Cuts((_top_level, *LINES))
@@ -44,10 +44,10 @@ def code(text: str, language: str) -> Cuts:
 
 @lru_cache
 def _parser(language: str) -> Any:
-    """A parser, or None where there is no grammar.
+    """The parser of a language; None where there is no grammar.
 
     Raises:
-        MachineError: there is one, and it is not installed.
+        MachineError: there is a grammar, but it is not installed.
     """
     if language not in GRAMMARS:
         return None
@@ -61,11 +61,11 @@ def _top_level(text: str, begin: int, low: int, high: int) -> list[int]:
 
 
 class _Tree:
-    """A parsed text, asked for the starts of its nodes; all positions are characters."""
+    """A parsed text that gives the starts of its nodes; all positions count characters."""
 
     def __init__(self, text: str, parser: Any) -> None:
         raw = text.encode("utf-8", "replace")
-        self._tree = parser.parse(raw)  # nodes live as long as it
+        self._tree = parser.parse(raw)  # kept because its nodes need it
         self._chars = None if len(raw) == len(text) else _chars_of_bytes(raw)
         self._nodes = self._tree.root_node.children
         self._inside: dict[int, tuple[list[Any], NDArray[np.int64], NDArray[np.int64]]] = {}  # by node
@@ -79,12 +79,12 @@ class _Tree:
         return self._starts[first:last][self._defining[first:last]]
 
     def top_level(self, text: str, begin: int, low: int, high: int) -> NDArray[np.int64]:
-        """Starts of everything that is not nested."""
+        """Starts of all top-level nodes."""
         first, last = self._starts.searchsorted((low, high + 1))
         return self._starts[first:last]
 
     def nested(self, text: str, begin: int, low: int, high: int) -> list[int]:
-        """Starts of what begins its line, as little deep inside as there is any."""
+        """Starts of the least nested nodes that begin a line."""
         first = int(self._ends.searchsorted(low, side="right"))
         nodes = self._nodes[first : int(self._starts.searchsorted(high, side="right"))]
         for _ in range(_DEEPEST):
@@ -96,7 +96,7 @@ class _Tree:
         return []
 
     def _children(self, outer: Any, low: int, high: int) -> list[Any]:
-        """Named nodes right inside ``outer`` that reach into ``low..high``."""
+        """Named child nodes of ``outer`` that overlap ``low..high``."""
         if outer.id not in self._inside:
             nodes = [node for node in outer.children if node.is_named]
             starts = np.array([self._char(node.start_byte) for node in nodes], np.int64)
@@ -106,7 +106,7 @@ class _Tree:
         return nodes[int(ends.searchsorted(low, side="right")) : int(starts.searchsorted(high, side="right"))]
 
     def _with_comments(self, text: str) -> list[int]:
-        """Starts of the top-level nodes' lines, moved up over comments that stand right above."""
+        """Line starts of the top-level nodes, moved up over comments right above them."""
         starts: list[int] = []
         for number, node in enumerate(self._nodes):
             start = self._line_start(text, self._char(node.start_byte))
@@ -118,7 +118,7 @@ class _Tree:
 
     @staticmethod
     def _line_start(text: str, position: int) -> int:
-        """Where the line starts, if only blanks stand before; else ``position``."""
+        """The line's start if only spaces come before ``position``, else ``position``."""
         start = text.rfind("\n", 0, position) + 1
         return start if not text[start:position].strip() else position
 

@@ -1,8 +1,8 @@
-"""Containers: bytes out of compressed files and archives, and where they are damaged.
+"""Containers: reads the bytes of compressed files and archives, and reports where they are damaged.
 
-A file is read member by member (a gzip file may have several, one behind the other). A damaged member ends where it
-cannot be read any further; reading goes on with the next whole one. What lies in between is lost, and told with its
-place. Constant memory, whatever a file claims to hold.
+A file is read member by member (a gzip file may have several). Where a member is damaged, reading continues with the
+next undamaged member; the bytes between are lost and reported with their place. Memory is constant, whatever size a
+file claims.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ UNREADABLE = (
     OSError, EOFError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError, TypeError,
     zlib.error, lzma.LZMAError, zipfile.BadZipFile, pa.ArrowException,
 )  # fmt: skip
-"""What libraries raise over damaged files."""
+"""Exceptions that libraries raise for damaged files."""
 
 CHUNK_BYTES = 1 << 16
-XZ_BYTES = 2 << 30  # of the dictionary that a file asks for; xz -9 asks for 64 MiB
+XZ_BYTES = 2 << 30  # limit of the dictionary that a file asks for; xz -9 asks for 64 MiB
 
 
 class Damaged(Exception):
-    """A stretch that cannot be read; the next ``read`` goes on behind it, if ``goes_on``."""
+    """A part of a file that cannot be read; if ``goes_on``, the next ``read`` continues after it."""
 
     def __init__(self, reason: str, goes_on: bool = False) -> None:
         self.goes_on = goes_on
@@ -43,12 +43,12 @@ class Damaged(Exception):
 
 @contextmanager
 def opened(path: Path, member: str = "") -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The bytes of a file, or of a member of a zip archive, without their compression; and the file to watch.
+    """Open a file, or a member of a zip archive, decompressed. Return the stream, and the raw file for its position.
 
     Raises:
-        OSError: it cannot be opened.
-        DataError: it is text in UTF-16, or an archive that is damaged or locked.
-        Damaged: while reading, for a stretch that cannot be read.
+        OSError: the file cannot be opened.
+        DataError: it is UTF-16 text, or an archive that is damaged or locked.
+        Damaged: raised while reading, for a part that cannot be read.
     """
     with ExitStack() as stack:
         raw = stack.enter_context(path.open("rb"))
@@ -63,7 +63,7 @@ def opened(path: Path, member: str = "") -> Iterator[tuple[IO[bytes], IO[bytes]]
 
 
 def said(error: BaseException) -> str:
-    """The first line of what an error says, or its name; the beginning of one that is long."""
+    """The first line of an error's message, shortened; its class name where the message is empty."""
     return cut(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__))
 
 
@@ -83,7 +83,7 @@ def members(path: Path) -> list[zipfile.ZipInfo]:
 
 @dataclass(frozen=True)
 class _Codec:
-    """A kind of compression: how files and their members begin, and what unpacks a member."""
+    """A compression format: the bytes with which members begin, and the decompressor."""
 
     head: bytes
     magic: re.Pattern[bytes]
@@ -91,7 +91,7 @@ class _Codec:
 
 
 class _Gzip:
-    """``zlib`` with the interface of ``bz2`` and ``lzma``."""
+    """Wraps ``zlib`` in the interface of ``bz2`` and ``lzma``."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(wbits=31)
@@ -129,7 +129,7 @@ _LONGEST_MAGIC = 16
 
 
 def _decompressed(file: IO[bytes]) -> IO[bytes]:
-    """By the first bytes, whatever the name."""
+    """Decompress by the file's first bytes, not by its name."""
     head = file.peek(_LONGEST_MAGIC)  # type: ignore[attr-defined]
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError("it is UTF-16 text; save it as UTF-8")
@@ -143,7 +143,7 @@ def _decompressed(file: IO[bytes]) -> IO[bytes]:
 
 
 class _Pieces(io.RawIOBase):
-    """Pieces of bytes as a file; a ``Damaged`` among them is raised when its turn comes."""
+    """A file made of pieces of bytes; a ``Damaged`` among the pieces is raised when it is reached."""
 
     def __init__(self, pieces: Iterator[bytes | Damaged]) -> None:
         self._pieces, self._held = pieces, b""
@@ -165,13 +165,13 @@ class _Pieces(io.RawIOBase):
 
 
 def _read(file: Any) -> Iterator[bytes | Damaged]:
-    """A library's stream, whose damage is at its end."""
+    """The pieces of a library's stream, which cannot continue after damage."""
     num_bytes = 0
     while True:
         try:
             piece = file.read(CHUNK_BYTES)
         except UNREADABLE as error:
-            yield Damaged(f"damaged behind byte {num_bytes:,} of what it holds: {_why(error)}")
+            yield Damaged(f"damaged after byte {num_bytes:,} of what it holds: {_why(error)}")
             return
         if not piece:
             return
@@ -180,14 +180,14 @@ def _read(file: Any) -> Iterator[bytes | Damaged]:
 
 
 def _why(error: BaseException) -> str:
-    """What an error says; and what follows from a sum that does not fit, which stands behind what it is of."""
+    """An error's message, and a warning where a checksum fails, since the bytes before it were already used."""
     text = said(error)
     is_sum = "incorrect data check" in text or "CRC" in text
-    return text + ("; what was read of it may hold other letters than were written" if is_sum else "")
+    return text + ("; the text that was read before may contain wrong characters" if is_sum else "")
 
 
 def _members(raw: IO[bytes], codec: _Codec) -> Iterator[bytes | Damaged]:
-    """What each member holds, one behind the other."""
+    """The decompressed bytes of each member, in order."""
     data, reason = raw.read(CHUNK_BYTES), ""
     while data:
         unpacker, fed = codec.make(), data
@@ -195,7 +195,7 @@ def _members(raw: IO[bytes], codec: _Codec) -> Iterator[bytes | Damaged]:
             while not unpacker.eof:
                 piece = unpacker.decompress(data, CHUNK_BYTES)
                 data = b""
-                if reason and piece:  # a member behind a damaged one, and a whole one as it seems
+                if reason and piece:  # a member after a damaged one that seems to be whole
                     yield Damaged(reason, goes_on=True)
                     reason = ""
                 if piece:
@@ -216,7 +216,7 @@ def _members(raw: IO[bytes], codec: _Codec) -> Iterator[bytes | Damaged]:
 
 
 def _next_member(raw: IO[bytes], fed: bytes, codec: _Codec) -> bytes:
-    """What is left of the file from the next place on that looks like a member's start."""
+    """The rest of the file, from the next place that looks like a member's start."""
     data = fed[1:]
     while True:
         if found := codec.magic.search(data):

@@ -1,6 +1,6 @@
-"""CSV: rows under the names of the first row, in which quoted values may hold line breaks.
+"""CSV: reads rows under the names of the first row; quoted values may contain line breaks.
 
-A row that cannot be read costs itself: reading goes on with the line after the one that it began in.
+Where a row cannot be read, only that row is lost: reading continues with the line after the row's first line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def csv_rows(lines: Iterator[tuple[str, bytes] | Broken], delimiter: str, known:
     """A record for each row.
 
     Args:
-        lines: with their places.
-        delimiter: of this kind of file; another one where only that gives names that are ``known``.
-        known: names of fields that are read.
+        lines: the lines with their places.
+        delimiter: the usual delimiter of this kind of file; another is taken if only that gives ``known`` names.
+        known: field names that are read.
     """
     csv.field_size_limit(sys.maxsize)
     feed = _Feed(lines)
@@ -45,16 +45,16 @@ def csv_rows(lines: Iterator[tuple[str, bytes] | Broken], delimiter: str, known:
             names, delimiter = _header([line for _, line in feed.taken], row, delimiter, known)
             reader = csv.reader(feed, delimiter=delimiter, strict=True)
             if len({*names}) < len(names):
-                yield Broken(feed.place, f"two of its columns are called the same: {', '.join(names)}")
+                yield Broken(feed.place, f"two columns have the same name: {', '.join(names)}")
                 return
         elif len(row) == len(names):
             yield Record(feed.place, dict(zip(names, row, strict=True)), "record")
         elif row:
-            yield Broken(feed.place, f"{len(row)} fields where the first row names {len(names)}")
+            yield Broken(feed.place, f"{len(row)} fields, but the first row names {len(names)}")
 
 
 def _header(taken: Sequence[str], row: list[str], delimiter: str, known: Set[str]) -> tuple[list[str], str]:
-    """The names, and what stands between them."""
+    """The names of the first row, and the delimiter between them."""
     if not known & {*row}:
         for other in DELIMITERS:
             names = next(csv.reader(taken, delimiter=other), [])
@@ -64,18 +64,18 @@ def _header(taken: Sequence[str], row: list[str], delimiter: str, known: Set[str
 
 
 class _Feed:
-    """Lines for a csv reader, which takes as many as a row has; all but the first can be given back."""
+    """Feeds lines to a csv reader, which takes as many as a row has; all but the first can be given back."""
 
     def __init__(self, lines: Iterator[tuple[str, bytes] | Broken]) -> None:
         self._lines = lines
         self._waiting: deque[tuple[str, str]] = deque()
-        self.taken: list[tuple[str, str]] = []  # by the row at hand: place and text
+        self.taken: list[tuple[str, str]] = []  # lines of the current row: place and text
         self.broken: list[Broken] = []
         self._num_chars = 0
 
     @property
     def place(self) -> str:
-        """Of the row at hand."""
+        """The place of the current row."""
         return self.taken[0][0] if self.taken else ""
 
     def __iter__(self) -> _Feed:
@@ -90,7 +90,7 @@ class _Feed:
         return self.taken[-1][1]
 
     def _next(self) -> tuple[str, str]:
-        """The next line that can be read; a row that had begun before one that cannot be read is broken, too."""
+        """The next readable line; a row that contains an unreadable line is broken as a whole."""
         for item in self._lines:
             if isinstance(item, Broken):
                 self.broken.append(item)
@@ -101,9 +101,9 @@ class _Feed:
                 except UnicodeDecodeError as error:
                     self.broken.append(Broken(place, not_utf8(error)))
             if self.taken:
-                raise csv.Error("a line of it cannot be read")
+                raise csv.Error("one of its lines cannot be read")
         raise StopIteration
 
     def give_back(self) -> None:
-        """What the row at hand took is read anew, but for its first line."""
+        """Give back all lines of the current row but the first, to be read again."""
         self._waiting.extendleft(reversed(self.taken[1:]))

@@ -1,8 +1,8 @@
-"""Dialogues that are too long: which exchanges stay, and in how many parts.
+"""Dialogues that are too long: which exchanges are kept, and in how many parts.
 
-An exchange is a user's turn and all that answers it: calls of tools, their results, the assistant's text. Exchanges
-stay or go whole, so no call is left without its result. The system prompt and the last exchange with an answer always
-stay; where even these are too long, that exchange's oldest steps (a call with its results) go.
+An exchange is a user's turn with everything that answers it: tool calls, their results and the assistant's text. An
+exchange is kept or left out as a whole, so a call keeps its result. The system prompt and the last exchange with an
+answer are always kept; if even these are too long, the oldest steps of that exchange (a call with its results) go.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Costs = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one example shows of a dialogue: message numbers in order, and those of them learnt here."""
+    """The messages of a dialogue that one example shows, by number and in order, and those of them that it learns."""
 
     shown: tuple[int, ...]
     learnt: frozenset[int]
-    gaps: Mapping[int, int] = field(default_factory=dict)  # message behind a gap -> exchanges left out there
-    first: int = 0  # message that no part before this one shows as its own
+    gaps: Mapping[int, int] = field(default_factory=dict)  # message after a gap -> number of exchanges left out there
+    first: int = 0  # first message that no earlier part has as its own
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A dialogue's messages by what may be left out: ``pinned`` never; each of ``exchanges`` as a whole.
+    """A dialogue's messages by what may be left out: ``pinned`` never, each of ``exchanges`` as a whole.
 
-    ``learnable`` are those that may be learnt, ``silent`` those that say that they are not to be.
+    ``learnable`` messages may be learnt; ``silent`` messages are marked as not to be learnt.
     """
 
     pinned: tuple[int, ...]
@@ -46,10 +46,10 @@ class Outline:
 
     @classmethod
     def of(cls, messages: Sequence[Message], learn: str) -> Outline:
-        """``learn`` is ``data.learn``; an assistant's message with ``train: false`` is never learnt."""
+        """The outline of ``messages``. ``learn`` is ``data.learn``; a message with ``train: false`` is never learnt."""
         first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
         starts = [i for i, message in enumerate(messages) if i >= first and message["role"] == "user"]
-        starts = [first, *starts[1:]]  # what stands before the first question belongs to the first exchange
+        starts = [first, *starts[1:]]  # messages before the first question belong to the first exchange
         ends = [*starts[1:], len(messages)]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learnable = [i for i in (answers[-1:] if learn == "last" else answers) if messages[i].get("train", True)]
@@ -58,11 +58,11 @@ class Outline:
         return cls(tuple(range(first)), exchanges, frozenset(learnable), silent)
 
     def whole(self) -> Part:
-        """All of it."""
+        """The part that shows all messages."""
         return self.part(range(len(self.exchanges)))
 
     def part(self, kept: Sequence[int], learnt: Sequence[int] | None = None) -> Part:
-        """The exchanges ``kept``, of which ``learnt`` (all of them if not given) are learnt."""
+        """A part of the exchanges ``kept``, of which ``learnt`` (by default all) are learnt."""
         shown = [*self.pinned, *(message for i in kept for message in self.exchanges[i])]
         targets = {message for i in (kept if learnt is None else learnt) for message in self.exchanges[i]}
         before = [-1, *kept]
@@ -72,14 +72,14 @@ class Outline:
 
     @property
     def last(self) -> int:
-        """The last exchange that holds an answer to learn, or simply the last."""
+        """The number of the last exchange with an answer to learn; without one, the last exchange."""
         found = [i for i, messages in enumerate(self.exchanges) if self.learnable & {*messages}]
         return found[-1] if found else len(self.exchanges) - 1
 
 
 @dataclass(frozen=True)
 class Room:
-    """Tokens of each exchange, what stands around them in every part, and what all may come to."""
+    """Token counts: of each exchange, of the messages that every part shows, and the limit."""
 
     exchanges: Costs
     pinned: int
@@ -90,16 +90,16 @@ class Room:
         return np.concatenate([[0], np.cumsum(self.exchanges)])
 
     def tokens(self, first: int, end: int) -> int:
-        """Of exchanges ``first:end``, as many as they had in the whole dialogue."""
+        """Tokens of exchanges ``first:end``, as counted in the whole dialogue."""
         return int(self._sums[end] - self._sums[first])
 
     def fits(self, first: int, end: int, more: int = 0) -> bool:
-        """Whether exchanges ``first:end`` fit, with ``more`` tokens beside them."""
+        """Whether exchanges ``first:end`` and ``more`` other tokens fit."""
         return self.pinned + self.tokens(first, end) + more <= self.limit
 
 
 def drop_oldest(outline: Outline, room: Room) -> list[Part]:
-    """The newest exchanges that fit."""
+    """Keep the newest exchanges that fit."""
     first = last = outline.last
     while first > 0 and room.fits(first - 1, last + 1):
         first -= 1
@@ -107,7 +107,9 @@ def drop_oldest(outline: Outline, room: Room) -> list[Part]:
 
 
 def first_and_recent(outline: Outline, room: Room, recent: int) -> list[Part]:
-    """The first exchange, which often says what all is about, and the last ``recent``, fewer if they do not fit."""
+    """Keep the first exchange, which often states the topic, and the last ``recent`` ones, or fewer if they do not
+    fit.
+    """
     last = outline.last
     for num_recent in range(min(recent, last), 0, -1):
         recent_first = last - num_recent + 1
@@ -117,16 +119,16 @@ def first_and_recent(outline: Outline, room: Room, recent: int) -> list[Part]:
 
 
 def keyframes(outline: Outline, room: Room, scores: NDArray[np.float64]) -> list[Part]:
-    """The exchanges with the highest scores until the room is full, in their own order."""
+    """Keep the exchanges with the highest scores that fit, in their own order."""
     last = outline.last
     left = room.limit - room.pinned - int(room.exchanges[last])
     return [outline.part([*keep_best(scores[:last], room.exchanges[:last], left), last])]
 
 
 def windows(outline: Outline, room: Room, context_tokens: int) -> list[Part]:
-    """Several parts; each shows some exchanges before its own, not learnt there. Every answer is learnt once.
+    """Make several parts; each shows some earlier exchanges that it does not learn. Every answer is learnt once.
 
-    The context is what fits into ``context_tokens``; 0 for none.
+    The earlier exchanges of a part take at most ``context_tokens``; 0 shows none.
     """
     parts: list[Part] = []
     first, last = 0, outline.last
@@ -143,15 +145,15 @@ def windows(outline: Outline, room: Room, context_tokens: int) -> list[Part]:
 
 
 def without_oldest_step(messages: Sequence[Message], part: Part) -> Part | None:
-    """``part`` with one step less, for the one who finds it too long after all; None when nothing may go.
+    """``part`` without its oldest step, for a part that turns out too long; None when nothing more can be left out.
 
-    First goes the oldest exchange, then, of the last one, the oldest call of tools with its results.
+    Exchanges go first, oldest first; then, in the last exchange, the oldest tool call with its results.
     """
     first = next((place for place, i in enumerate(part.shown) if messages[i]["role"] != "system"), 0)
     starts = [place for place, i in enumerate(part.shown) if messages[i]["role"] == "user"]
     if len(starts) > 1:
         return _without(part, first, starts[1])
-    roles = [messages[i]["role"] for i in part.shown]  # several calls in a row have their results behind the last one
+    roles = [messages[i]["role"] for i in part.shown]  # the results of several calls in a row come after the last call
     steps = [i for i, pair in enumerate(pairwise(["", *roles])) if pair[1] == "assistant" != pair[0]]
     return _without(part, steps[0], steps[1]) if len(steps) > 1 else None
 
@@ -167,7 +169,7 @@ def _without(part: Part, start: int, end: int) -> Part:
 
 
 def shown_messages(messages: Sequence[Message], part: Part, note: str) -> list[dict[str, Any]]:
-    """The messages of ``part``; ``note`` heads the text behind each gap, ``{}`` in it is the number left out."""
+    """The messages of ``part``; ``note`` begins the text after each gap, with ``{}`` as the number left out."""
     result: list[dict[str, Any]] = []
     for number in part.shown:
         message = dict(messages[number])

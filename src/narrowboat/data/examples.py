@@ -1,7 +1,7 @@
 """Examples and rows: token ids and labels, ready to train on.
 
-An example is what one segment or one dialogue became. A row is one packed sequence of one or several examples, which
-do not see each other: positions restart at 0, and no label is predicted across a join.
+An example is made of one segment or one dialogue. A row is one packed sequence of one or several examples that do not
+see each other: positions restart at 0, and no label is predicted across a join.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 IGNORED = -100
-"""The label of a token that is not learnt: torch's ``cross_entropy`` leaves it out."""
+"""The label of a token that is not learnt; torch's ``cross_entropy`` ignores it."""
 
 Tokens = NDArray[np.int32]
 
@@ -23,9 +23,9 @@ class Example:
     """Token ids and labels of one segment or dialogue.
 
     ``labels[i]`` is ``input_ids[i]`` where the token is learnt and ``IGNORED`` elsewhere. ``labels[0]`` is always
-    ignored: nothing stands before it. ``offset`` is the place of ``input_ids[0]`` among its document's tokens, so
-    neighbouring segments can be put back in order, and carried context can follow the thread. ``before`` and ``after``
-    are the tokens at either end that another example shows as its own.
+    ignored, because no token comes before it. ``offset`` is the position of ``input_ids[0]`` in its document, so that
+    segments can be put back in order. ``before`` and ``after`` count the tokens at either end that belong to a
+    neighbouring example.
     """
 
     input_ids: Tokens  # [tokens]
@@ -33,19 +33,19 @@ class Example:
     document: int = 0
     segment: int = 0
     offset: int = 0
-    kept: float = 1.0  # share of the document's tokens that stayed; below 1 where a dialogue was compressed
-    source: str = ""  # file and line, for people
+    kept: float = 1.0  # share of the document's tokens that was kept; below 1 where exchanges were left out
+    source: str = ""  # file and line, for messages
     before: int = 0
     after: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Length of the example."""
+        """Length of the example in tokens."""
         return len(self.input_ids)
 
     @property
     def num_supervised(self) -> int:
-        """How many tokens are learnt."""
+        """Number of tokens that are learnt."""
         return int((self.labels != IGNORED).sum())
 
 
@@ -56,11 +56,11 @@ class Row:
     input_ids: Tokens  # [tokens]
     labels: Tokens  # [tokens]
     lengths: tuple[int, ...]
-    examples: tuple[int, ...] = field(default=())  # which examples of the data set it holds, for people
+    examples: tuple[int, ...] = field(default=())  # numbers of its examples in the data set, for messages
 
     @classmethod
     def join(cls, examples: Sequence[Example], numbers: Sequence[int] = ()) -> Row:
-        """Put ``examples`` behind one another."""
+        """Join ``examples`` into one row."""
         return cls(
             np.concatenate([example.input_ids for example in examples]),
             np.concatenate([example.labels for example in examples]),
@@ -70,17 +70,17 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the row."""
+        """Length of the row in tokens."""
         return len(self.input_ids)
 
     @property
     def num_supervised(self) -> int:
-        """How many tokens are learnt."""
+        """Number of tokens that are learnt."""
         return int((self.labels != IGNORED).sum())
 
     @property
     def position_ids(self) -> Tokens:
-        """``0, 1, 2, ..`` for each document anew."""
+        """Positions ``0, 1, 2, ...`` that restart with each document, ``[tokens]``."""
         return positions(self.lengths)
 
 

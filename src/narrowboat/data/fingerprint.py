@@ -1,8 +1,8 @@
-"""A fingerprint of prepared data: of every token id, every label and their order, and of nothing else.
+"""A fingerprint of prepared data: a digest of every token id, every label and their order, and of nothing else.
 
 Two data sets have the same fingerprint when a model learns the same from them, whatever their files are called and
-however their examples are batched. Price: one pass of BLAKE2 while the data is made, 4 bytes a token (a gigabyte a
-second); kept with the cache, so that it costs nothing to ask for.
+however their examples are batched. Price: one pass of BLAKE2 over 4 bytes a token while the data is prepared (a
+gigabyte a second). The digest is kept in the cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 COLUMNS = ("input_ids", "runs", "document", "segment", "offset")
-"""Token ids, which of them are learnt, and where each example stands in its document."""
+"""Columns that count: token ids, which of them are learnt, and each example's place in its document."""
 
 
 class Fingerprint:
-    """Gathers examples batch by batch; every column, and its lists' lengths, has a digest of its own, so that it makes
-    no difference where one batch ends and the next begins.
+    """Collects examples batch by batch. Every column, and the lengths of its lists, has its own digest, so the limits
+    between batches make no difference.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Fingerprint:
         self._lengths = {name: blake2b(digest_size=16) for name in COLUMNS}
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take the examples of a batch of ``store.SCHEMA``."""
+        """Add the examples of a batch of ``store.SCHEMA``."""
         for name in COLUMNS:
             column = batch.column(name)
             if pa.types.is_list(column.type):
@@ -37,7 +37,7 @@ class Fingerprint:
             self._values[name].update(column.to_numpy().astype("<i8" if name == "offset" else "<i4", copy=False))
 
     def passing(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The same batches, each taken on its way."""
+        """Yield the same batches, adding each one."""
         for batch in batches:
             self.add(batch)
             yield batch

@@ -1,8 +1,8 @@
-"""Fitting: a dialogue becomes examples of at most so many tokens, whole or in the parts that its policy makes of it."""
+"""Fitting: turns a dialogue into examples of at most ``max_tokens``, whole or in the parts that the policy chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,13 +35,13 @@ from narrowboat.options.schema import Options
 TOO_LONG = "dialogues whose last exchange is above the limit"
 NOTHING = "dialogues with nothing to learn"
 MARKER = "[...]"
-"""In the place of a prompt's middle, where ``dialogues.note`` gives none."""
+"""Replaces the middle of a cut prompt where ``dialogues.note`` is empty."""
 _UNLEARNT_WORDS = {"none": [], "empty_thoughts": [EMPTY_THOUGHT], "openings": [OPENING, EMPTY_THOUGHT]}
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A part of a dialogue, rendered; ``num_cut`` tokens of its prompts were cut out."""
+    """A rendered part of a dialogue; ``num_cut`` tokens of its prompts were cut out."""
 
     part: Part
     rendered: Rendered
@@ -52,15 +52,15 @@ class Fitter:
     """Makes examples of at most ``max_tokens`` out of dialogues.
 
     Args:
-        options: how to compress and label.
-        tokenizer: the model's.
-        encoder: of the same tokenizer.
-        max_tokens: no example is longer.
-        segment_tokens: of a piece of an exchange, where a dialogue is carried through.
+        options: how to shorten and label dialogues.
+        tokenizer: the model's tokenizer.
+        encoder: the encoder of the same tokenizer.
+        max_tokens: longest example, in tokens.
+        segment_tokens: longest piece of an exchange in tokens, where a carry is used.
         attention: the base model's attention, for ``dialogues.scorer: attention``.
 
     Raises:
-        DataError: when the tokenizer has no chat template, or one that does not show what is said.
+        DataError: the tokenizer has no chat template, or one that omits messages.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Fitter:
         self._unlearnt = _UNLEARNT_WORDS[options.data.unlearnt]
 
     def examples(self, number: int, dialogue: Dialogue, counts: Account) -> list[Example]:
-        """One dialogue, rendered whole or in the parts that ``dialogues.policy`` makes of it."""
+        """The examples of one dialogue, rendered whole or in the parts that ``dialogues.policy`` chooses."""
         counts.num_joined_turns += dialogue.num_joined
         learn = self.options.data.learn
         messages = dialogue.messages
@@ -117,30 +117,35 @@ class Fitter:
         ]
 
     def _unheeded(self, messages: Sequence[Message]) -> int:
-        """How many messages that are no answers say that they are to be learnt."""
+        """Count the messages that are marked to be learnt although they are not answers."""
         num = sum(message["role"] != "assistant" and bool(message.get("train")) for message in messages)
         if num and self.options.data.strict:
-            raise DataError(f"{num:,} messages that are no answers say that they are to be learnt; see data.learn: all")
+            raise DataError(
+                f"{num:,} messages are marked to be learnt, but are not answers; data.learn: all learns them"
+            )
         return num
 
     def _refuse_hidden(self, full: Rendered) -> None:
         if full.hidden and self.options.data.strict:
             what = ", ".join(f"{num:,} {name}" for name, num in full.hidden.items())
-            raise DataError(f"the chat template of {self.template.name} does not show all of it: {what}")
+            raise DataError(f"the chat template of {self.template.name} omits part of it: {what}")
 
     def _labels(self, rendered: Rendered, part: Part, outline: Outline) -> Tokens:
-        """What is learnt: assistants' turns, or all; never what generation is prompted with, nor silent messages."""
+        """The labels: assistants' turns, or all text; never the generation prompt, nor messages marked as not to be
+        learnt.
+        """
         if self.options.data.learn == "all":
-            learnt = np.isin(rendered.message, [i for i in part.shown if i not in outline.silent])
+            learnt = _among(rendered.message, set(part.shown) - outline.silent)
             learnt &= rendered.words != HEADER
         else:
-            learnt = np.isin(rendered.turn, list(part.learnt))
-        learnt &= ~np.isin(rendered.words, self._unlearnt)
+            learnt = _among(rendered.turn, part.learnt)
+        if self._unlearnt:
+            learnt &= ~np.isin(rendered.words, self._unlearnt)
         learnt[:1] = False
         return np.where(learnt, rendered.input_ids, IGNORED).astype(np.int32)
 
     def _exchanges(self, number: int, outline: Outline, full: Rendered, place: str, counts: Account) -> list[Example]:
-        """A dialogue's exchanges as segments for a carry, the system prompt with the first, long ones in pieces."""
+        """A dialogue's exchanges as segments for a carry; the system prompt goes with the first, long ones are cut."""
         labels = self._labels(full, outline.whole(), outline)
         num_learnt, num_full = int((labels != IGNORED).sum()), len(labels)
         if not num_learnt:
@@ -165,7 +170,7 @@ class Fitter:
     def _parts(
         self, outline: Outline, full: Rendered, messages: Sequence[dict[str, Any]], dialogue: Dialogue, counts: Account
     ) -> list[Fitted]:
-        """Parts that fit, rendered: estimated by the whole dialogue's tokens, then made sure of."""
+        """Rendered parts that fit: chosen by the token counts of the whole dialogue, then checked."""
         fitted: list[Fitted] = []
         for planned in self._plan(outline, full):
             part: Part | None = planned
@@ -177,7 +182,7 @@ class Fitter:
                     fitted.append(Fitted(part, rendered))
                     break
                 part = without_oldest_step(messages, part)
-            else:  # nothing more may go
+            else:  # nothing more can be left out
                 _count_oversized(rendered, smallest, messages, dialogue.place, counts)
                 if self.options.dialogues.oversized == "cut_prompt":
                     fitted += self._cut(smallest, shown, rendered, dialogue.tools)
@@ -186,7 +191,7 @@ class Fitter:
     def _cut(
         self, part: Part, messages: Sequence[dict[str, Any]], rendered: Rendered, tools: Sequence[Any] | None
     ) -> list[Fitted]:
-        """``part`` with its longest prompts cut in their middle; nothing if that is not enough."""
+        """``part`` with the middles of its longest prompts cut out; None if that is not enough."""
         num_tokens = len(rendered.input_ids)
         marker = self.options.dialogues.note or MARKER
         while (num_above := len(rendered.input_ids) - self.max_tokens) > 0:
@@ -202,7 +207,7 @@ class Fitter:
         costs = np.bincount(full.message, minlength=max(max(e) for e in outline.exchanges) + 1)
         exchanges = np.array([costs[list(exchange)].sum() for exchange in outline.exchanges])
         pinned = int(costs[list(outline.pinned)].sum())
-        if (more := full.num_head - pinned) > 0:  # descriptions of tools, and what the template says of itself
+        if (more := full.num_head - pinned) > 0:  # tool descriptions, and the template's own text
             exchanges[0], pinned = max(exchanges[0] - more, 0), full.num_head
         room = Room(exchanges, pinned, self.max_tokens)
         if options.policy == "first_and_recent":
@@ -221,25 +226,27 @@ class Fitter:
         if self.options.dialogues.scorer == "lexical":
             return lexical_scores(full.input_ids, spans)
         if self._attention is None:
-            raise DataError("dialogues.scorer: attention needs the base model; take lexical to prepare without one")
+            raise DataError(
+                "dialogues.scorer: attention needs the base model; dialogues.scorer: lexical works without it"
+            )
         answer = np.flatnonzero(full.turn == max(outline.learnable & {*outline.exchanges[outline.last]}, default=-1))
         return self._attention(full.input_ids, spans, (int(answer[0]), int(answer[-1]) + 1))
 
 
 def _without_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The system prompt at the head of the first question, for a template without system turns."""
+    """Messages with the system prompt put before the first question, for a template without system turns."""
     system = [message["content"] for message in messages if message["role"] == "system"]
     others = [dict(message) for message in messages if message["role"] != "system"]
     first = next((message for message in others if message["role"] == "user"), None)
     if system and first is None:
-        raise DataError("the chat template takes no system prompt, and no question follows that could hold it")
+        raise DataError("the chat template takes no system prompt, and there is no question to put it before")
     if system and first is not None:
         first["content"] = "\n\n".join([*system, first["content"]])
     return others
 
 
 def _spans(rendered: Rendered, exchanges: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """The tokens of each exchange, as a range: from its messages' first to their last."""
+    """The token range of each exchange, from its first message to its last."""
     num_tokens, num_messages = len(rendered.message), int(rendered.message.max()) + 1
     firsts, lasts = np.full(num_messages, num_tokens), np.zeros(num_messages, np.int64)
     np.minimum.at(firsts, rendered.message, np.arange(num_tokens))
@@ -261,7 +268,7 @@ def _count_read(full: Rendered, counts: Account) -> None:
 
 
 def _count_oversized(rendered: Rendered, part: Part, messages: Sequence[Message], place: str, counts: Account) -> None:
-    """Note what is too long although nothing more may go: the longest prompt and answer in it."""
+    """Count a dialogue that is too long although nothing more can be left out: its longest prompt and answer."""
     costs = np.bincount(rendered.message, minlength=len(messages))
     answers = [int(costs[i]) for i in part.shown if messages[i]["role"] == "assistant"]
     prompts = [int(costs[i]) for i in part.shown if messages[i]["role"] != "assistant"]
@@ -271,12 +278,12 @@ def _count_oversized(rendered: Rendered, part: Part, messages: Sequence[Message]
 def _count_dialogue(
     full: Rendered, made: Sequence[tuple[Fitted, Tokens, int]], shown: set[int], policy: str, counts: Account
 ) -> None:
-    """Account for one dialogue that was read as ``full`` and is shown in parts."""
+    """Count one dialogue that was read as ``full`` and is shown in parts."""
     num_full = len(full.input_ids)
     num_shown = sum(len(labels) for _, labels, _ in made)
     num_cut = sum(one.num_cut for one, _, _ in made)
     learnt = sum(int((labels != IGNORED).sum()) for _, labels, _ in made)
-    dropped = int((~np.isin(full.message, list(shown))).sum())
+    dropped = int((~_among(full.message, shown)).sum())
     masked = min(max(num_full - learnt - dropped - num_cut, 0), num_shown - learnt)
     counts.learnt_tokens += learnt
     counts.masked_tokens += masked
@@ -286,11 +293,18 @@ def _count_dialogue(
     if num_cut:
         counts.num_cut_prompts += 1
         counts.dropped_tokens["middles of prompts, cut by dialogues.oversized"] += num_cut
-    difference = num_shown + dropped + num_cut - num_full  # shown again, or by the template's words fewer
+    difference = num_shown + dropped + num_cut - num_full  # shown again, or fewer by the template's own words
     counts.repeated_tokens += max(difference, 0)
     if difference < 0:
-        counts.dropped_tokens["words of the template around turns left out"] -= difference
+        counts.dropped_tokens["template text around turns left out"] -= difference
     if len(made) == 1 and dropped:
         counts.num_compressed += 1
         counts.compressed_from_tokens += num_full
         counts.compressed_to_tokens += num_shown
+
+
+def _among(numbers: NDArray[np.int32], chosen: Iterable[int]) -> NDArray[np.bool_]:
+    """Where ``numbers``, which begin with -1 for none, are among ``chosen``."""
+    is_chosen = np.zeros(int(numbers.max(initial=-1)) + 2, np.bool_)  # the last place is that of -1
+    is_chosen[[number for number in chosen if 0 <= number < len(is_chosen) - 1]] = True
+    return is_chosen[numbers]

@@ -1,7 +1,7 @@
-"""Folders: the plain files of a folder, of a zip archive or of a saved data set, and nothing that lies outside of it.
+"""Folders: the plain files of a folder, a zip archive or a saved data set, and nothing outside of it.
 
-Links that lead out of a folder, pipes, devices and what cannot be read are left out and counted. No name in a data
-set's description reaches beyond its folder.
+Links out of the folder, pipes, devices and unreadable files are left out and counted. A data set's description can only
+name files in its own folder.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}  # and hidden
 
 
 def listed(path: Path, left_out: Counter[str], is_named: bool = True) -> list[Listed[Source]] | None:
-    """The files of a folder or an archive, or one file; None where there is nothing.
+    """The files of a folder or an archive, or one file; None where there is none.
 
     Args:
-        path: of a folder or file.
-        left_out: counts what is not read, by suffix or reason; folders by name.
-        is_named: by the user: then a kind that is not known is refused.
+        path: a folder or file.
+        left_out: counts what is not read: files by suffix or reason, folders by name.
+        is_named: the user named this file, so an unknown kind of file is refused.
 
     Raises:
-        DataError: it is no file or folder, of no known kind, or a damaged archive.
+        DataError: it is not a file or folder, is of an unknown kind, or is a damaged archive.
     """
     if path.is_dir():
         return [
@@ -50,7 +50,7 @@ def listed(path: Path, left_out: Counter[str], is_named: bool = True) -> list[Li
 
 
 def _opened(path: Path, left_out: Counter[str]) -> list[Listed[Source]]:
-    """A file, or the files of a zip archive."""
+    """One file, or the files of a zip archive."""
     kind = kind_of(path)
     if kind is not None and not path.name.startswith("."):
         return [((shown(path.name),), _what(kind), source_of(path))]
@@ -59,7 +59,7 @@ def _opened(path: Path, left_out: Counter[str]) -> list[Listed[Source]]:
         return []
     try:
         found = members(path)
-    except DataError:  # told when its turn to be read comes
+    except DataError:  # reported when it is read
         return [((shown(path.name),), "records", Source(path, ARCHIVE, path.stat().st_size))]
     inside: list[Listed[Source]] = []
     for member in found:
@@ -73,7 +73,7 @@ def _opened(path: Path, left_out: Counter[str]) -> list[Listed[Source]]:
 
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
-    """Plain files under ``folder`` in a fixed order; what is no such file, or lies elsewhere, is counted."""
+    """Plain files under ``folder`` in a fixed order; other entries, and links out of it, are counted."""
     # A hub's cache holds links to the blobs beside the snapshot.
     room = (folder.parent.parent if folder.parent.name == "snapshots" else folder).resolve()
 
@@ -94,7 +94,7 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
 
 
 def _not_plain(file: Path, room: Path) -> str:
-    """Why a folder's file is not opened, or nothing."""
+    """Why a file in a folder is not opened; empty if it may be opened."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             return "pipes and devices"
@@ -104,10 +104,10 @@ def _not_plain(file: Path, room: Path) -> str:
 
 
 def saved(folder: Path) -> dict[str, list[Source]]:
-    """The files of a folder written by ``datasets``' ``save_to_disk``, by split; none if it is not one.
+    """The files of a folder that ``save_to_disk`` of ``datasets`` wrote, by split; empty for other folders.
 
     Raises:
-        DataError: its description cannot be read, or names what does not lie in it.
+        DataError: its description cannot be read, or names a file outside of the folder.
     """
     names = folder / "dataset_dict.json"
     try:
@@ -129,9 +129,9 @@ def _arrow_files(folder: Path) -> list[Source]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file or folder ``name`` right in ``folder``, as a data set's description names it."""
+    """The file or folder ``name`` directly in ``folder``, as a data set's description names it."""
     if not isinstance(name, str) or name in ("", ".", "..") or PurePosixPath(name).name != name or "\\" in name:
-        raise DataError(f"{shown(folder)}: its description names {str(name)!r}, which is no name of a file in it")
+        raise DataError(f"{shown(folder)}: its description names {str(name)!r}, which is not the name of a file in it")
     path = folder / name
     if path.is_symlink() and folder.resolve() not in path.resolve().parents:
         raise DataError(f"{shown(path)}: the link leads out of the data set's folder")
@@ -139,7 +139,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _what(kind: str) -> Kind:
-    """Of a kind of file what ``splits`` asks for."""
+    """The kind of a file, as ``splits`` needs it."""
     if kind in RECORDS.values():
         return "records"
     return "code" if kind in PROGRAMS else "text"

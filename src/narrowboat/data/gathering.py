@@ -1,4 +1,4 @@
-"""Gathering: files become a store of examples, found where it was kept before, or made over all cores and kept."""
+"""Gathering: turns files into a store of examples, from the cache, or prepared on all cores and then cached."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from narrowboat.options.schema import Options
 BATCH_DOCUMENTS = 256
 BATCH_CHARS = 1 << 19
 SETTINGS = {"format", "columns", "learn", "unlearnt", "special_tokens", "strict"}
-"""Of ``data``, that decide what becomes of a file."""
+"""The options of ``data`` that decide what becomes of a file."""
 OnProgress = Callable[[int, int], None]
-"""``(bytes read, bytes of all sources)``, told after every batch."""
+"""Called with ``(bytes read, bytes of all sources)`` after every batch."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Gathering:
     """Makes stores of examples.
 
     Args:
-        options: how to read.
-        tokenizer: the model's.
+        options: how to read the data.
+        tokenizer: the model's tokenizer.
         maker: makes examples of documents.
-        tell: hears where data was found or kept.
-        cache_folder: where it is kept; None holds it in memory.
-        on_progress: hears how far it is.
+        tell: receives a notice about where data was found or kept.
+        cache_folder: folder of the cache; None holds the data in memory.
+        on_progress: called with the bytes read so far.
     """
 
     options: Options
@@ -52,7 +52,7 @@ class Gathering:
     on_progress: OnProgress | None
 
     def gather(self, sources: Sequence[Source], account: Account, key: str) -> tuple[Store, Account]:
-        """Examples of ``sources``, and their account; ``key`` is the option that names them.
+        """Examples of ``sources``, and their account. ``key`` is the option that names the sources.
 
         Raises:
             DataError: the cache cannot be written, or a record cannot be used and the data is read strictly.
@@ -74,13 +74,13 @@ class Gathering:
                 self.tell(Notice(f"{key}: prepared before, read from {folder}"))
                 return found
             if folder.exists():
-                self.tell(Notice(f"{key}: what was prepared in {folder} is damaged and is made again"))
+                self.tell(Notice(f"{key}: the prepared data in {folder} is damaged and is prepared again"))
             store = cache.keep(folder, self._make(sources, account), account)
         self.tell(Notice(f"{key}: prepared and kept in {folder}"))
         return store, account
 
     def _make(self, sources: Sequence[Source], account: Account) -> Iterator[pa.RecordBatch]:
-        """Batches of examples; ``account`` is whole behind the last one."""
+        """Batches of examples; ``account`` is complete after the last batch."""
         reading = self._reading(account)
         total = sum(source.num_bytes for source in sources)
         num = 1 if self.options.dialogues.uses_attention else num_workers(self.options, total)
@@ -89,7 +89,7 @@ class Gathering:
             if made.first != document:
                 document, base_tokens, base_segments = made.first, 0, 0
             yield shifted(made.examples, base_segments, base_tokens) if base_tokens else made.examples
-            base_tokens += made.account.read_tokens  # in case a further block of the same document follows
+            base_tokens += made.account.read_tokens  # the next batch may continue the same document
             base_segments += made.account.num_segments
             account.add(made.account)
             if self.options.data.strict and account.num_broken:
@@ -104,20 +104,20 @@ class Gathering:
         names = {yours: usual for usual, _, yours in (pair.partition("=") for pair in data.columns)}
         records = Records(data.format, names, Told(data.strict))
         block_chars = max(BATCH_CHARS, 32 * self.maker.segment_tokens)
-        lead_chars = min(32 * max(self.maker.overlap_tokens, 1), block_chars // 4)  # no token is as long
+        lead_chars = min(32 * max(self.maker.overlap_tokens, 1), block_chars // 4)  # longer than any token
         return _Reading(Reader(block_chars, lead_chars, records.wanted), records, account)
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """Files as documents; what cannot be used goes into the account."""
+    """Reads files as documents; what cannot be used is counted in the account."""
 
     reader: Reader
     records: Records
     account: Account
 
     def documents(self, sources: Sequence[Source]) -> Iterator[Document]:
-        """Every document; a very long text in blocks."""
+        """Every document; a very long text comes in blocks."""
         for source in sources:
             for item in self.reader.read(source):
                 if isinstance(item, Broken):
@@ -143,7 +143,7 @@ class _Reading:
             yield document
 
     def _count_unread(self, source: Source) -> None:
-        """Columns that were not converted, since nobody reads them."""
+        """Count columns that are not read, and so were not converted."""
         for column, num in (+self.reader.unread).items():
             try:
                 self.records.told.add(column, num=num)

@@ -1,7 +1,7 @@
 """Data sets of a hub, by ``datasets``: ``hub:owner/name``, ``hub:owner/name/config``, ``hub:owner/name:split``.
 
-``datasets`` keeps what it fetched as Arrow files in its own cache; those are what is read. So a second run, and one
-without a network, reads what is there.
+``datasets`` downloads Arrow files into its own cache, and Narrowboat reads those. A second run, also without a network,
+reads the same files.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ PREFIX = "hub:"
 
 
 def fetched(name: str) -> dict[str, list[Path]]:
-    """The Arrow files of each split of the data set that ``name`` names.
+    """The Arrow files of the data set ``name``, by split.
 
     Raises:
-        DataError: the name is no name, there is no such data set, or it cannot be fetched.
+        DataError: the name is malformed, there is no such data set, or it cannot be fetched.
     """
     place, _, split = name.removeprefix(PREFIX).partition(":")
     parts = [part for part in place.split("/") if part]
@@ -29,10 +29,10 @@ def fetched(name: str) -> dict[str, list[Path]]:
         raise DataError(f"{name}: write it like hub:owner/name, hub:owner/name/config or hub:owner/name:split")
     datasets: Any = importlib.import_module("datasets")  # takes a second, and only hubs need it
     datasets.disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it retries is told once, at the end
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # retries are not logged; the last failure is reported
     try:
         found = datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split or None)
-    except Exception as error:  # builders raise what they like
+    except Exception as error:  # builders of data sets raise any kind of error
         raise DataError(f"{name}: {_why(error)}") from None
     if isinstance(found, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         raise DataError(f"{name}: it can only be streamed; download it and name its folder")

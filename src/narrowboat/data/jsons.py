@@ -1,7 +1,7 @@
-"""JSON as people write it: read within limits of depth and digits, each refusal one sentence.
+"""JSON within limits of depth and digits; each refusal is one sentence.
 
-``NaN`` stands for a missing number, as pandas writes it. Price of the limits: two counts of characters; the depth is
-looked at only where there are enough brackets for it.
+``NaN`` stands for a missing number, as pandas writes it. Price of the limits: two counts of characters. The depth is
+only computed where a text has enough brackets to exceed it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from narrowboat.errors import DataError
 
 
 def parsed(text: str, name: str = "it") -> Any:
-    """The value that ``text`` holds; ``name`` begins the sentence if it cannot be read.
+    """The value of the JSON ``text``; ``name`` begins the error message.
 
     Raises:
-        DataError: it is not valid JSON, nested too deeply, has one field twice, or a number of too many digits.
+        DataError: it is not valid JSON, is nested too deeply, repeats a field, or has a number with too many digits.
     """
     try:
         value = json.loads(text, parse_constant=_constant, object_pairs_hook=_object)
@@ -30,7 +30,7 @@ def parsed(text: str, name: str = "it") -> Any:
 
 
 def checked(value: Any, text: str, start: int, end: int, name: str = "it") -> Any:
-    """The value that ``text[start:end]`` holds, with names of fields that can be written: half a character as its code.
+    """The value of ``text[start:end]``; a surrogate in a field name becomes its escape, so that names can be written.
 
     Raises:
         DataError: it is nested too deeply.
@@ -41,20 +41,20 @@ def checked(value: Any, text: str, start: int, end: int, name: str = "it") -> An
 
 
 def whole(name: str, text: str) -> str:
-    """``text``; JSON can hold half of a character, which is no text.
+    """Return ``text`` if it is whole: JSON can contain half a character (a lone surrogate).
 
     Raises:
-        DataError: it holds one; ``name`` begins the sentence.
+        DataError: it contains one; ``name`` begins the message.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{name} holds half a character, {text[error.start]!r} at {error.start:,}") from None
+        raise DataError(f"{name} contains half a character, {text[error.start]!r} at {error.start:,}") from None
     return text
 
 
 def as_text(value: Any) -> str:
-    """``value`` as JSON, letters as they are; what is no JSON, such as a date, as its text."""
+    """``value`` as JSON without escapes for letters; values that JSON lacks, such as dates, become text."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -65,20 +65,20 @@ def _with_whole_names(value: Any) -> Any:
 
 
 def kind_of(value: object) -> str:
-    """``null``, ``a list``: what a message about a wrong value calls it."""
+    """The kind of a value for an error message: ``null``, ``a list``."""
     kinds = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return "null" if value is None else kinds.get(type(value), f"of type {type(value).__name__}")
 
 
 def why_not(error: Exception) -> str:
-    """Why the json library stopped with ``error``, as the end of a sentence."""
+    """Why the json library raised ``error``, as the end of a sentence."""
     if isinstance(error, json.JSONDecodeError):
         return f"is not valid JSON: {error}"
-    return _TOO_DEEP if isinstance(error, RecursionError) else f"holds a number of more than {DIGITS:,} digits"
+    return _TOO_DEEP if isinstance(error, RecursionError) else f"contains a number with more than {DIGITS:,} digits"
 
 
 def is_deep(value: object, num_brackets: int = DEPTH + 1) -> bool:
-    """Whether ``value`` is nested more than ``DEPTH`` levels deep; ``num_brackets`` is how many its text holds."""
+    """Whether ``value`` is nested more than ``DEPTH`` levels deep; ``num_brackets`` counts the brackets in its text."""
     if num_brackets <= DEPTH:
         return False
     level: list[object] = [value]
@@ -101,16 +101,16 @@ def _items(value: object) -> Iterator[object]:
 
 def _constant(name: str) -> None:
     if name != "NaN":
-        raise DataError(f"holds {name}, which is no number")
+        raise DataError(f"holds {name}, which is not a number")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise DataError(f"has two fields of the name {twice!r}")
+        raise DataError(f"has two fields named {twice!r}")
     return value
 
 
 DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_object)
-"""For values that stand behind one another."""
+"""Decodes values that follow one another."""

@@ -1,4 +1,4 @@
-"""Kinds of files: what a file holds, told by its name; one line a kind."""
+"""Kinds of files: what a file holds, recognised by its name; one line per kind."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ KINDS = RECORDS | {suffix: kind for kind, suffixes in TEXTS.items() for suffix i
 
 
 def shown(path: Path | str) -> str:
-    """``path`` as text that any file can hold: bytes that are no UTF-8 as escapes."""
+    """``path`` as text that can be written to any file; bytes that are not UTF-8 become escapes."""
     try:
         raw = str(path).encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # half a character, which no file name holds
+    except UnicodeEncodeError:  # half a character (a surrogate), which no file name contains
         raw = str(path).encode("utf-8", "backslashreplace")
     return raw.decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file, or one in a zip archive.
+    """One file, or one member of a zip archive.
 
     ``kind`` is a record format, or what its text is (prose, markdown, python, ..).
     """
@@ -60,22 +60,22 @@ class Source:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Equal for one file under two names."""
+        """A value that is equal for the same file under two names."""
         return str(self.path.resolve()), self.member
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for messages."""
         return f"{shown(self.path)}, {self.member}" if self.member else shown(self.path)
 
 
 def kind_of(path: Path | PurePosixPath) -> str | None:
-    """What a file is, by its name; ``notes.jsonl.gz`` is what ``notes.jsonl`` is."""
+    """The kind of a file, by its name; ``notes.jsonl.gz`` is of the same kind as ``notes.jsonl``."""
     if path.suffix.lower() in COMPRESSED:
         path = path.with_suffix("")
     return KINDS.get(path.suffix.lower())
 
 
 def source_of(path: Path) -> Source:
-    """The file at ``path``, of a kind that is known."""
+    """The file at ``path``; None if its kind is unknown."""
     return Source(path, str(kind_of(path)), path.stat().st_size)

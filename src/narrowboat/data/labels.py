@@ -1,8 +1,8 @@
 """Labels of a dialogue: which tokens are an assistant's turns, under any chat template.
 
-Most templates do not mark the assistant's turns, and many rewrite earlier ones. So the dialogue is rendered twice, as
-it is and with marks that say where each message's text stands (``marks.py``). A turn starts where the template's
-generation prompt ends, and ends with the tokens that close a turn. Price: one more rendering for each dialogue.
+Most templates do not mark the assistant's turns, and many rewrite earlier ones. So the dialogue is rendered twice: as
+it is, and with marks that show where each message's text is (``marks.py``). A turn starts where the template's
+generation prompt ends, and ends with the tokens that close the turn. Price: one more rendering for each dialogue.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from narrowboat.errors import DataError
 
 CONTROL = "control tokens"
 HEADER, OPENING, EMPTY_THOUGHT = 1, 2, 3
-"""Words of the template: what generation is prompted with; what stands between that and an answer's own text; of that,
-a thought that is empty."""
+"""Kinds of template text before an answer: the generation prompt; the text between that and the answer's own text; and
+an empty thought in the latter."""
 
-EMPTY_CHARS = 64  # of a text in which an empty thought may stand
+EMPTY_CHARS = 64  # longest text that can be an empty thought
 _EMPTY_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>\s*</\1>\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered dialogue. ``turn[i]`` is the assistant's message that token ``i`` is learnt with, or -1.
+    """A rendered dialogue. ``turn[i]`` is the number of the assistant's message that token ``i`` belongs to, or -1.
 
-    ``message[i]`` is the message that token ``i`` belongs to, with the template's own words around it; ``words[i]`` is
+    ``message[i]`` is the message of token ``i``, where the template's text around a message counts as part of it;
+    ``words[i]`` is
     ``HEADER``, ``OPENING``, ``EMPTY_THOUGHT``, or 0 for all other tokens.
     """
 
@@ -49,17 +50,17 @@ class Rendered:
     words: NDArray[np.int8]  # [tokens]
     num_lost: int = 0  # characters without a token
     special: Counter[str] = field(default_factory=Counter)  # names of special tokens in texts, by what they became
-    hidden: Counter[str] = field(default_factory=Counter)  # what the template does not show
-    num_head: int = 0  # tokens before the first text that is no system prompt
+    hidden: Counter[str] = field(default_factory=Counter)  # content that the template omits
+    num_head: int = 0  # tokens before the first text that is not a system prompt
 
     def renumber(self, numbers: Sequence[int]) -> Rendered:
-        """The same, with message ``i`` called ``numbers[i]``: a part's messages by their places in the dialogue."""
+        """The same with message ``i`` renumbered to ``numbers[i]``, its place in the whole dialogue."""
         names = np.array([*numbers, -1], np.int32)  # -1 stays -1
         return replace(self, turn=names[self.turn], message=names[self.message])
 
 
 class _View:
-    """One rendering, and where its messages' own texts stand."""
+    """One rendering, and where the own text of each message is in it."""
 
     def __init__(self, written: Written, tokenised: Tokenised) -> None:
         self.messages, self.tools, self.text = written.messages, written.tools, written.text
@@ -72,11 +73,11 @@ class _View:
         return self.places, self.thoughts
 
     def own_start(self, number: int) -> int | None:
-        """Where the first that message ``number`` says itself stands, thought or text."""
+        """Where the own content (thought or text) of message ``number`` starts."""
         return _first(self.places[number], self.thoughts[number])
 
     def next_text(self, number: int, after: int) -> int | None:
-        """Where the first text of the messages behind ``number`` stands, at or behind ``after``."""
+        """Where the first text of the messages after ``number`` is, from ``after`` on."""
         place = bisect_left(self._starts, (after, -1))
         while place < len(self._starts) and self._starts[place][1] <= number:
             place += 1
@@ -84,20 +85,23 @@ class _View:
 
 
 def _first(place: Place, thought: Place) -> int | None:
-    starts = [start for one in (thought, place) if (start := one.end if one.start is None else one.start) is not None]
-    return min(starts, default=None)
+    text = place.end if place.start is None else place.start
+    thoughts = thought.end if thought.start is None else thought.start
+    if text is None or thoughts is None:
+        return thoughts if text is None else text
+    return min(thoughts, text)
 
 
 class ChatTemplate:
-    """A tokenizer's chat template as what labels need of it.
+    """A tokenizer's chat template, with the assistant's turns found in what it renders.
 
     Args:
-        tokenizer: that it belongs to.
-        encoder: of the same tokenizer.
-        special: whether names of special tokens in people's texts are the tokens; otherwise they are text.
+        tokenizer: the tokenizer with the template.
+        encoder: the encoder of the same tokenizer.
+        special: True reads names of special tokens in messages as the tokens, False as text.
 
     Raises:
-        DataError: when the tokenizer has no chat template, or one that shows no texts.
+        DataError: the tokenizer has no chat template, or one that shows no texts.
     """
 
     def __init__(self, tokenizer: Any, encoder: Encoder, special: bool = True) -> None:
@@ -105,7 +109,7 @@ class ChatTemplate:
         self.template = Template(tokenizer)
         self.name = self.template.name
         self._specials = Specials(encoder.special_names)
-        self._openings: dict[str, tuple[tuple[str, ...], int]] = {}  # by the role before
+        self._openings: dict[str, tuple[tuple[str, ...], int]] = {}  # by the role of the message before
         self.end_ids = self._find_end_ids()
 
     @property
@@ -117,8 +121,8 @@ class ChatTemplate:
         """Render and tokenise; find the assistant's turns.
 
         Raises:
-            DataError: when the template refuses the dialogue, or an assistant's turn cannot be found in it.
-            ModelError: the template takes too long, again and again.
+            DataError: the template refuses the dialogue, or an assistant's turn cannot be found in it.
+            ModelError: the template took too long several times.
         """
         view, rendered = self._view(messages, tools)
         num = len(view.tokenised)
@@ -137,14 +141,14 @@ class ChatTemplate:
         return replace(rendered, turn=turn, message=message_of, words=words, num_head=_num_head(view))
 
     def is_closed(self, labels: Tokens) -> bool:
-        """Whether what is learnt last closes a turn."""
+        """Whether the last learnt token closes a turn."""
         learnt = labels[labels != IGNORED]
         return not len(learnt) or int(learnt[-1]) in self.end_ids
 
     def _view(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[_View, Rendered]:
-        """The dialogue as its template writes it, in tokens, without labels yet.
+        """The dialogue as its template writes it, tokenised, without labels yet.
 
-        Names of special tokens in its texts are one private character each in the view, where they are read as text.
+        Where names of special tokens in its texts are read as text, each is one private character in the view.
         """
         concealed = self._specials.hide(messages, tools)
         special: Counter[str] = Counter()
@@ -163,10 +167,10 @@ class ChatTemplate:
         return _View(written, tokenised), _unlabelled(written.text, tokenised, special, written.hidden)
 
     def _find_end_ids(self) -> frozenset[int]:
-        """Ids that close an assistant's turn.
+        """Token ids that close an assistant's turn.
 
-        The end-of-sequence token; the special tokens behind a dialogue's last answer; and one that follows a question's
-        text and an answer's alike.
+        They are the end-of-sequence token, the special tokens after a dialogue's last answer, and a token that follows
+        the text of questions and answers alike.
         """
         turns = [{"role": role, "content": "x" + END} for role in ("user", "assistant", "user", "assistant")]
         tails = [
@@ -184,7 +188,7 @@ class ChatTemplate:
         return frozenset(closing if eos is None else {*closing, eos})
 
     def _span(self, view: _View, number: int) -> tuple[int, int]:
-        """Where message ``number`` starts and its text ends; an assistant's starts behind the generation prompt."""
+        """Where message ``number`` starts and its text ends; an assistant's starts after the generation prompt."""
         place, before = view.places[number], view.places[number - 1] if number else Place()
         start = view.own_start(number)
         is_answer = view.messages[number]["role"] == "assistant"
@@ -198,10 +202,10 @@ class ChatTemplate:
         return start, max(start, place.end or 0)
 
     def _openings_after(self, view: _View, number: int) -> tuple[tuple[str, ...], int]:
-        """Texts that may stand between the message before and an assistant's turn, the longest first.
+        """Texts that may come between the message before and an assistant's turn, longest first.
 
-        The first is what stands there at generation. An earlier turn may show less of it (no opened thought), so the
-        second is what both share. And how much of them closes the message before.
+        The first is the text at generation. An earlier turn may show less of it (without an opened thought), so the
+        second is what both share. Also returned: how much of them closes the message before.
         """
         role = str(view.messages[number - 1]["role"])
         if role not in self._openings:
@@ -214,13 +218,13 @@ class ChatTemplate:
             except Overrun:
                 raise
             except DataError:
-                return (), 0  # perhaps the template takes another dialogue's start
+                return (), 0  # the template may refuse such a start of a dialogue
             shared = generated[: _num_shared(generated, shown)]
             self._openings[role] = (generated, shared), _num_shared(generated, closed)
         return self._openings[role]
 
     def _find_words(self, view: _View, number: int, start: int, words: NDArray[np.int8]) -> None:
-        """Mark the template's words around the start of an assistant's turn."""
+        """Mark the template's text around the start of an assistant's turn."""
         before = view.places[number - 1].end if number else None
         if before is not None:
             openings, num_closing = self._openings_after(view, number)
@@ -230,16 +234,17 @@ class ChatTemplate:
         own = view.own_start(number)
         if own is None or own < start:
             return
-        _mark(view, start, own, words, OPENING)
+        if start < own:
+            _mark(view, start, own, words, OPENING)
         thought = _EMPTY_THOUGHT.search(view.text, start, own + EMPTY_CHARS)
         if thought is not None and thought.start() <= own:
             _mark(view, *thought.span(), words, EMPTY_THOUGHT)
 
     def _turn(self, view: _View, number: int, start: int, end: int) -> list[tuple[int, int]]:
-        """The tokens of an assistant's turn, as ranges: with its calls of tools and what closes it.
+        """The tokens of an assistant's turn, as ranges, with its tool calls and its closing tokens.
 
-        Calls stand behind a message's text, up to the closing token. Where there is none before the next message, or
-        where the template puts results in between, a call ends where the dialogue ends if cut off behind it.
+        Calls come after a message's text, up to the closing token. Where there is no closing token before the next
+        message, or where the template puts results in between, a call ends where a dialogue cut off after it ends.
         """
         first, last = view.tokenised.span(start, end)
         following = view.next_text(number, start)
@@ -263,7 +268,7 @@ class ChatTemplate:
         return [(first, last), (said[0], self._closed(view, number, said[1], end, False))]
 
     def _shared_behind(self, view: _View, number: int) -> int:
-        """Up to where the text is that of the dialogue cut off behind message ``number``, with its text or without."""
+        """How far the text equals that of the dialogue cut off after message ``number``, with its text or without."""
         *before, call = view.messages[: number + 1]
         texts = (
             self.template.attempt([*before, {**call, "content": content}], view.tools)
@@ -272,7 +277,9 @@ class ChatTemplate:
         return max(_num_shared(view.text, text) for text in texts if text is not None)
 
     def _closed(self, view: _View, number: int, last: int, end: int, has_calls: bool) -> int:
-        """Behind the tokens that close the turn whose text ends before token ``last``; ``last`` if there are none."""
+        """The place after the tokens that close the turn whose text ends before token ``last``; ``last`` if there are
+        none.
+        """
         ids, following = view.tokenised.input_ids, view.next_text(number, end)
         limit = len(ids) if following is None else view.tokenised.span(following, following + 1)[0]
         is_shown = view.places[number].end is not None
@@ -303,13 +310,13 @@ def _unlabelled(text: str, tokenised: Tokenised, special: Counter[str], hidden: 
 
 
 def _mark(view: _View, start: int, end: int, words: NDArray[np.int8], kind: int) -> None:
-    """Tokens that lie in ``start:end`` as a whole are words of ``kind``."""
+    """Mark the tokens that are entirely in ``start:end`` as ``kind``."""
     edges = view.tokenised.edges
     words[int(edges[:-1].searchsorted(start)) : int(edges[1:].searchsorted(end, side="right"))] = kind
 
 
 def _num_shared(a: str, b: str) -> int:
-    """How many characters two texts share at their start."""
+    """Length of the common prefix of two texts, in characters."""
     low, high = 0, min(len(a), len(b))
     while low < high:  # comparing slices is quicker than comparing characters
         middle = (low + high + 1) // 2

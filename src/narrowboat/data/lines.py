@@ -1,4 +1,4 @@
-"""Lines and JSON values out of a stream of bytes: one record each, bad ones told with their place.
+"""Lines and JSON values from a stream of bytes: one record each; bad ones are reported with their place.
 
 Lines end at ``\\n`` only; a byte-order mark, and ``\\r`` before ``\\n``, are not part of the data.
 """
@@ -24,7 +24,9 @@ TOO_LARGE = f"it is larger than {format_bytes(RECORD_BYTES)}"
 
 
 def numbered(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes] | Broken]:
-    """Each line with its place; behind a damaged stretch they go on with the first that begins there, and say so."""
+    """Each line with its place; after a damaged part, lines continue with the first one that begins there, and say
+    so.
+    """
     number, behind = 0, ""
     while True:
         number += 1
@@ -40,8 +42,8 @@ def numbered(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes] | Broken]
             yield Broken(place, str(error))
             if not error.goes_on:
                 return
-            number, behind = 0, " behind a damaged stretch"
-            file.readline()  # the rest of one that began in it
+            number, behind = 0, " after a damaged part"
+            file.readline()  # the rest of a line that began in it
             continue
         if not line:
             return
@@ -49,13 +51,13 @@ def numbered(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes] | Broken]
 
 
 def json_lines(file: IO[bytes], name: str) -> Iterator[Record | Broken]:
-    """A record a line."""
+    """One record per line."""
     for item in numbered(file, name):
         if isinstance(item, Broken):
             yield item
             continue
         place, line = item
-        raw = line.removeprefix(BOM)  # also where a file that had one was put behind another
+        raw = line.removeprefix(BOM)  # also in the middle, where files with one were concatenated
         if raw.strip():
             yield _parsed(raw, place)
 
@@ -70,23 +72,23 @@ def _parsed(raw: bytes, place: str) -> Record | Broken:
 
 
 def record(value: Any, place: str) -> Record | Broken:
-    """A record, if ``value`` has fields."""
+    """The record of ``value``, which must be an object with fields."""
     if not isinstance(value, dict):
         return Broken(place, f"expected an object with named fields, found {kind_of(value)}")
     return Record(place, value, "record")
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Where text is no UTF-8."""
+    """Where text is not UTF-8, as a sentence."""
     return f"not UTF-8: byte {error.start + 1:,} of what was read is 0x{error.object[error.start]:02x}"
 
 
 def chunks(file: IO[bytes]) -> Iterator[str]:
-    """Pieces of a text without its byte-order mark, ``\\r\\n`` as ``\\n``.
+    """Pieces of a text without its byte-order mark, with ``\\n`` for ``\\r\\n``.
 
     Raises:
-        DataError: it holds a zero byte.
-        UnicodeDecodeError: it is no UTF-8.
+        DataError: it contains a zero byte.
+        UnicodeDecodeError: it is not UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held, is_over = "", False
@@ -95,19 +97,19 @@ def chunks(file: IO[bytes]) -> Iterator[str]:
         is_over = not raw
         chunk = held + decoder.decode(raw, is_over)
         if "\x00" in chunk:
-            raise DataError("it holds a zero byte, so it is not text")
+            raise DataError("it contains a zero byte, so it is not text")
         held = "\r" if chunk.endswith("\r") and not is_over else ""
         if chunk := chunk.removesuffix(held).replace("\r\n", "\n"):
             yield chunk
 
 
 def json_values(pieces: Iterator[str], name: str) -> Iterator[Record | Broken]:
-    """A list of objects, one object, or objects behind one another; read value by value."""
+    """Records of a list of objects, of one object, or of objects one after the other; read value by value."""
     return _Values(pieces, name).read()
 
 
 class _Values:
-    """Takes values from the front of a buffer that is filled as needed."""
+    """Decodes values from the front of a buffer, which is filled as needed."""
 
     def __init__(self, pieces: Iterator[str], name: str) -> None:
         self._pieces, self._name = pieces, name
@@ -115,7 +117,7 @@ class _Values:
         self._is_list = False
 
     def read(self) -> Iterator[Record | Broken]:
-        """Every value."""
+        """Yield every value."""
         while self._is_at_value():
             self._number += 1
             place = f"{self._name}, record {self._number}"
@@ -125,7 +127,7 @@ class _Values:
             except json.JSONDecodeError as error:
                 yield Broken(place, f"it {why_not(error)}; the rest is not read")
                 return
-            except (DataError, ValueError, RecursionError) as error:  # well written, but above a limit
+            except (DataError, ValueError, RecursionError) as error:  # valid, but above a limit
                 yield Broken(place, str(error) if isinstance(error, DataError) else f"it {why_not(error)}")
                 self._skip()
                 continue
@@ -133,7 +135,7 @@ class _Values:
             yield value
 
     def _is_at_value(self) -> bool:
-        """Go to the next value, if there is one."""
+        """Move to the next value, if there is one."""
         while True:
             while self._at < len(self._buffer) and (self._buffer[self._at].isspace() or self._buffer[self._at] == ","):
                 self._at += 1
@@ -146,11 +148,11 @@ class _Values:
                 return not (self._is_list and self._buffer[self._at] == "]")
 
     def _next(self) -> tuple[Any, int]:
-        """The value at hand, and where it ends.
+        """The current value, and where it ends.
 
         Raises:
-            DataError: it is larger than a record may be, or holds what is no number.
-            ValueError, RecursionError: what the json library raises.
+            DataError: it is larger than a record may be, or contains something that is not a number.
+            ValueError, RecursionError: raised by the json library.
         """
         while True:
             try:
@@ -163,7 +165,7 @@ class _Values:
                     raise
 
     def _fill(self, num_chars: int) -> bool:
-        """Read at least ``num_chars`` more: as much again as there is, so that a long value is tried a few times."""
+        """Read at least ``num_chars`` more, doubling the buffer, so that a long value is parsed only a few times."""
         found = [self._buffer[self._at :]]
         num_read = 0
         while num_read < num_chars and (piece := next(self._pieces, "")):
@@ -173,7 +175,7 @@ class _Values:
         return num_read > 0
 
     def _skip(self) -> None:
-        """Go behind the value at hand, to where its brackets are closed again."""
+        """Move past the current value, to where its brackets are closed."""
         depth = 0
         while True:
             match = _MARK.search(self._buffer, self._at)
@@ -193,5 +195,5 @@ _MARK = re.compile(r'"(?:[^"\\]|\\.)*"|["\[\]{}]', re.DOTALL)
 
 
 def _is_wrong(error: json.JSONDecodeError, buffer: str) -> bool:
-    """Whether a value is wrong, not merely cut off by the end of what has been read."""
+    """Whether a value is wrong, and not only cut off by the end of the buffer."""
     return "Unterminated string" not in error.msg and len(buffer) - error.pos > 16

@@ -1,4 +1,4 @@
-"""What was lost, when nothing or little is left: how much, by what limit, and which value would do."""
+"""Reports lost data where little or nothing is left: how much, by which limit, and which value would be enough."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from narrowboat.data.account import Account
 from narrowboat.data.fitting import TOO_LONG
 
 MOST = 0.5
-"""The share of tokens or documents from which on most of the data is lost."""
+"""Share of tokens or documents from which the loss counts as most of the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The longest example: ``name`` is what sets it; the model has so many ``positions``."""
+    """The limit of an example's tokens; ``name`` is what sets it, ``positions`` the model's number of positions."""
 
     tokens: int
     name: str
@@ -27,7 +27,7 @@ def is_most(account: Account) -> bool:
 
 
 def told(account: Account, limit: Limit) -> str:
-    """How many tokens and documents were lost, by what, and what would help; nothing if none were."""
+    """How many tokens and documents were lost, by which reason, and what would help; empty if none were lost."""
     parts = [f"{num:,} of {account.read_tokens:,} tokens: {why}" for why, num in account.dropped_tokens.most_common()]
     parts += [
         f"{num:,} {why}" for why, num in account.dropped_documents.most_common() if why not in account.dropped_tokens
@@ -42,7 +42,7 @@ def told(account: Account, limit: Limit) -> str:
 
 
 def _oversized(account: Account, limit: Limit) -> str:
-    """Dialogues whose last exchange alone is too long: the first, the longest, and a value that would do."""
+    """Dialogues whose last exchange alone is too long: the first, the longest, and a value that would be enough."""
     num = account.dropped_documents[TOO_LONG]
     first = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in account.oversized[:3])
     said = (
@@ -55,5 +55,5 @@ def _oversized(account: Account, limit: Limit) -> str:
     else:
         said += f"; the longest needs {account.needed_tokens:,}, and the model has {limit.positions:,} positions"
     if account.longest_answer_tokens < limit.tokens:
-        said += "; dialogues.oversized: cut_prompt cuts the middle of prompts"
+        said += "; dialogues.oversized: cut_prompt cuts out the middle of long prompts"
     return said

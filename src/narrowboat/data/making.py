@@ -1,4 +1,4 @@
-"""Making: documents become examples, cut where they are too long, labelled, with an account of every token."""
+"""Making: turns documents into examples, cut where they are too long, labelled, with an account of every token."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Maker:
     """Makes examples of at most ``max_tokens``.
 
     Args:
-        options: how to cut, compress and label.
-        tokenizer: the model's.
-        max_tokens: no example is longer.
+        options: how to cut, shorten and label.
+        tokenizer: the model's tokenizer.
+        max_tokens: longest example, in tokens.
         attention: the base model's attention, for ``dialogues.scorer: attention``.
 
     Raises:
-        DataError: when the limits leave no room for text.
+        DataError: the limits leave no room for text.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Maker:
 
     @property
     def dialogues(self) -> Fitter:
-        """Makes the examples of dialogues; looks at the chat template when the first dialogue needs it.
+        """The fitter for dialogues; the chat template is loaded when the first dialogue needs it.
 
         Raises:
             DataError: the tokenizer has no chat template that can be used.
@@ -101,7 +101,7 @@ class Maker:
     ) -> list[Example]:
         """Cut one document, or one block of a very long one.
 
-        Special tokens stand at a document's start and end only, never at a cut.
+        Special tokens are added at a document's start and end, never at a cut.
         """
         is_first, is_last, lead, kind = True, True, np.empty(0, np.int32), "prose"
         learnt = np.ones(len(tokenised), np.bool_)
@@ -144,7 +144,7 @@ class Maker:
             counts.special_names[what] += tokenised.num_special
 
     def _lead(self, text: str) -> Tokens:
-        """The last tokens of what stands before a block."""
+        """The last tokens of the text before a block."""
         if not text:
             return np.empty(0, np.int32)
         return self.encoder.encode([text])[0].input_ids[-max(self._overlap.num_tokens, 1) :]
@@ -170,7 +170,7 @@ def _segment_labels(
     counts: Account,
     carries: bool,
 ) -> Tokens | None:
-    """Labels of one segment, or None where nothing is learnt and none carries; only its own tokens are targets."""
+    """Labels of one segment, whose own tokens are the targets; None where nothing is learnt and there is no carry."""
     learnt = target[slice(*own)]
     num_own, num_shown, num_learnt = len(learnt), shown[1] - shown[0], int(learnt.sum())
     if not num_learnt and not carries:

@@ -1,8 +1,8 @@
-"""Marks: where each message's own text, and thought, stands in a rendered dialogue, for any chat template.
+"""Marks: find where each message's own text, and thought, is in a rendered dialogue, for any chat template.
 
-A text is given one invisible character at its start and one at its end, each from Unicode's private planes and of its
-own. Taken out again, what is left must be the dialogue rendered without them: then the marks changed nothing that the
-template does, and their places are the text's.
+Each text gets one invisible character at its start and one at its end, all different and from Unicode's private planes.
+After rendering they are removed again. If the rest equals the dialogue rendered without marks, the marks changed
+nothing, and their places are the places of the texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a message's own text starts and ends in the rendered text; None where the template hides it."""
+    """Where a message's own text starts and ends in the rendered text; None where the template omits it."""
 
     start: int | None = None
     end: int | None = None
@@ -31,15 +31,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Messages with marks: of ``n`` messages, the texts' have the numbers up to ``n``, the thoughts' those up to
-    ``2 * n``, and the names of tools that are called those behind, in their order.
+    """Messages with marks. For ``n`` messages, marks up to ``n`` are of texts, marks up to ``2 * n`` are of thoughts,
+    and later marks are of the names of called tools, in order.
 
     Attributes:
-        messages: what to render.
-        base: the number of the first mark, so that none is one that the texts hold.
-        roles: whose texts are marked.
-        with_start: whether they are at the start, too.
-        with_all: whether thoughts and calls are marked as well.
+        messages: the marked messages, ready to render.
+        base: the number of the first mark, chosen so that no text contains a mark.
+        roles: the roles whose texts are marked.
+        with_start: whether starts are marked, too, and not only ends.
+        with_all: whether thoughts and calls are marked, too.
     """
 
     messages: list[dict[str, Any]]
@@ -50,7 +50,7 @@ class Marked:
 
 
 def marked(messages: Sequence[Message]) -> Iterator[Marked]:
-    """Ways to mark the messages, from the one that says most to the one that disturbs a template least."""
+    """Ways to mark the messages, from the most informative to the one that disturbs a template least."""
     num = num_marks(messages)
     every = "".join(str(message.get(key) or "") for message in messages for key in ("content", THOUGHT, CALLS))
     base = 0
@@ -86,7 +86,7 @@ def marked(messages: Sequence[Message]) -> Iterator[Marked]:
 
 
 def num_marks(messages: Sequence[Message]) -> int:
-    """How many marks there may be."""
+    """Number of marks that may be used."""
     return 2 * len(messages) + sum(len(message.get(CALLS) or ()) for message in messages)
 
 
@@ -96,7 +96,7 @@ def _with_marked_name(call: Message, number: int) -> dict[str, Any]:
 
 
 def _mark(message: dict[str, Any], key: str, number: int, with_start: bool, empty_too: bool) -> dict[str, Any]:
-    """Marks stand inside the blanks around a text, because templates trim those."""
+    """Put marks inside the spaces around a text, because templates trim those."""
     content = message.get(key)
     if not isinstance(content, str) or not (content.strip() or empty_too):
         return message
@@ -107,7 +107,7 @@ def _mark(message: dict[str, Any], key: str, number: int, with_start: bool, empt
 
 
 def read(shown: str, text: str, base: int, num: int) -> list[Place] | None:
-    """Places in ``text`` of the ``num`` marks in ``shown``, or None if the marks changed what the template does."""
+    """Places in ``text`` of the ``num`` marks in ``shown``; None if the marks changed what the template writes."""
     low, high = STARTS + base, ENDS + base
     pattern = re.compile(f"[{chr(low)}-{chr(low + num - 1)}{chr(high)}-{chr(high + num - 1)}]")
     if pattern.sub("", shown) != text:

@@ -1,8 +1,8 @@
-"""Messages of a dialogue in the form that chat templates take, from what people write down.
+"""Messages of a dialogue in the form that chat templates take, from the forms that data sets have.
 
-Roles go by several names, calls of tools and thoughts are written in several ways. Turns of one speaker in a row are
-joined by a blank line, since most templates take strict turns only; turns with more than a text are not. What is no
-message is refused with its number and the reason.
+Roles have several names; tool calls and thoughts are written in several ways. Consecutive turns of one speaker are
+joined by a blank line, because most templates need alternating turns; turns with more than a text are not joined.
+Anything that is not a message is refused with its number and the reason.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ ROLES = {
     "tool_response": "tool",
     "ipython": "tool",
 }
-"""By the names that people give them; ``calling`` is an assistant's turn that is a call of a tool, as JSON."""
+"""Roles by the names that data sets use; ``calling`` is an assistant's turn that is a tool call as JSON."""
 SPEAKERS = ("system", "user", "assistant")
 
 
 def messages_of(
     turns: Any, told: Told, fills_nulls: bool = False, names: Mapping[str, str] | None = None
 ) -> tuple[list[dict[str, Any]], int]:
-    """The messages, and how many turns were joined to the one before.
+    """The messages, and how many turns were joined to the turn before.
 
     Args:
         turns: a list of messages, or one as JSON text.
         told: counts fields that are not read.
-        fills_nulls: whether the data's format puts a null for every field that another record has.
-        names: fields of messages under other names, as ``{theirs: the usual one}``.
+        fills_nulls: whether the file format adds a null for every field that another record has.
+        names: other names of message fields, as ``{other name: usual name}``.
 
     Raises:
-        DataError: for what is no dialogue, or one in which the assistant says nothing.
+        DataError: it is not a dialogue, or the assistant says nothing in it.
     """
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns, fills_nulls = parsed(turns, "messages as text"), False
@@ -68,7 +68,7 @@ def messages_of(
     if not turns:
         raise DataError("messages is empty")
     if len(turns) > MESSAGES:
-        raise DataError(f"it has {len(turns):,} messages; {MESSAGES:,} are the most of one dialogue")
+        raise DataError(f"it has {len(turns):,} messages; a dialogue may have {MESSAGES:,}")
     if names:
         turns = [renamed(turn, names, told, "message") if isinstance(turn, Mapping) else turn for turn in turns]
     turns = [message for turn in turns for message in _taken_apart(turn)]
@@ -86,7 +86,7 @@ def messages_of(
 
 
 def renamed(value: Mapping[str, Any], names: Mapping[str, str], told: Told, of: str = "") -> dict[str, Any]:
-    """``value`` with its fields under their usual names; one that had that name before is not read, and counted."""
+    """``value`` with its fields renamed to their usual names; a field that had such a name is counted as not read."""
     theirs = {names[key]: key for key in value if key in names}
     for key in theirs.keys() & value.keys():
         if theirs[key] != key and not is_empty(value[key]):
@@ -97,15 +97,20 @@ def renamed(value: Mapping[str, Any], names: Mapping[str, str], told: Told, of: 
 
 
 def said_by_number(value: Any) -> Any:
-    """A number as the text that it is, everything else as it is."""
+    """A number as text; other values unchanged."""
     return json.dumps(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+_PLAIN = {"role", "content", "from", "value"}
+
+
 def _message(name: str, turn: Any, told: Told, fills_nulls: bool) -> tuple[dict[str, Any], bool]:
-    """A message, and whether its role says that it is a call of a tool."""
+    """A message, and whether its role says that it is a tool call."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{name} is {kind_of(turn)}, not an object with role and content")
     role, content = _role(name, _either(name, turn, "role", "from")), _either(name, turn, "content", "value")
+    if isinstance(content, str) and role != CALLING and turn.keys() <= _PLAIN:  # as most are: nothing else to look for
+        return {"role": role, "content": whole(name, content)}, False
     read: dict[str, Any] = {"role": "assistant" if role == CALLING else role}
     calls = calls_of(name, turn, told, fills_nulls)
     if role == CALLING:
@@ -126,7 +131,7 @@ def _message(name: str, turn: Any, told: Told, fills_nulls: bool) -> tuple[dict[
             read[key] = value
         elif key not in MESSAGE and key not in REFUSED and not is_empty(value):
             told.add(key, "message")
-            if not is_aside(key):  # perhaps the chat template knows it
+            if not is_aside(key):  # the chat template may know it
                 read[key] = value
     if further := read.keys() - {"role", "content", "train"}:
         whole(name, as_text([read[key] for key in further]))
@@ -134,7 +139,7 @@ def _message(name: str, turn: Any, told: Told, fills_nulls: bool) -> tuple[dict[
 
 
 def _either(name: str, turn: Mapping[str, Any], usual: str, other: str) -> Any:
-    """What ``turn`` has under one of two names."""
+    """The value of ``turn`` under one of two names."""
     if is_empty(turn.get(other)):
         return turn.get(usual)
     if is_empty(turn.get(usual)) or turn[usual] == turn[other]:
@@ -143,7 +148,7 @@ def _either(name: str, turn: Mapping[str, Any], usual: str, other: str) -> Any:
 
 
 def _taken_apart(turn: Any) -> list[Any]:
-    """A turn that is a whole exchange, as ``{"human": ..., "assistant": ...}``, as its messages; others as they are."""
+    """Split a turn that is a whole exchange, such as ``{"human": ..., "assistant": ...}``, into its messages."""
     if not isinstance(turn, Mapping) or not {"role", "from"}.isdisjoint(turn):
         return [turn]
     found = [next((key for key in names if key in turn), "") for names in EXCHANGE]
@@ -162,7 +167,7 @@ def _role(name: str, role: Any) -> str:
 
 
 def _content(name: str, content: Any, may_be_empty: bool, told: Told) -> tuple[str, list[str]]:
-    """A message's text, and the thoughts among its parts; content may be parts, as OpenAI has it."""
+    """A message's text, and the thoughts among its parts; content may be a list of parts, as OpenAI writes it."""
     thoughts: list[str] = []
     if isinstance(content, list):
         texts: list[str] = []
@@ -177,14 +182,14 @@ def _content(name: str, content: Any, may_be_empty: bool, told: Told) -> tuple[s
 
 
 def _part(name: str, part: Any, told: Told) -> tuple[str, str]:
-    """A part's kind, ``text`` or ``thinking``, and its text."""
+    """The kind of a part, ``text`` or ``thinking``, and its text."""
     if isinstance(part, str):
         return "text", part
     kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
     field = {"thinking": "thinking", "reasoning": "reasoning"}.get(str(kind), "text")
     text = part.get(field) if isinstance(part, Mapping) else None
     if kind not in (None, "text", "input_text", "output_text", "thinking", "reasoning") or not isinstance(text, str):
-        raise DataError(f"{name} holds a part of type {kind!r}; only text can be learnt")
+        raise DataError(f"{name} contains a part of type {kind!r}; only text can be learnt")
     for key in part.keys() - PART - {field}:
         if not is_empty(part[key]):
             told.add(key, "part of a message")
@@ -192,7 +197,7 @@ def _part(name: str, part: Any, told: Told) -> tuple[str, str]:
 
 
 def _thought(name: str, turn: Mapping[str, Any], parts: list[str], told: Told) -> str:
-    """What an assistant thought before its text, under any of its names."""
+    """The assistant's thought before its text, under any of its names."""
     found = {"".join(parts)} if parts else set()
     for key in THOUGHTS:
         if not is_empty(turn.get(key)):
@@ -203,9 +208,9 @@ def _thought(name: str, turn: Mapping[str, Any], parts: list[str], told: Told) -
 
 
 def _can_join(before: Mapping[str, Any], message: Mapping[str, Any], is_call: bool) -> bool:
-    """Whether two turns in a row are one: of one speaker, equally learnt, with nothing but a text.
+    """Whether two consecutive turns can be joined: same speaker, both learnt or both not, and only text.
 
-    A call that is a turn of its own goes with the text or call before.
+    A call that is a turn of its own is joined to the text or call before it.
     """
     if before["role"] != message["role"] or before.get("train") != message.get("train"):
         return False
@@ -216,7 +221,7 @@ def _can_join(before: Mapping[str, Any], message: Mapping[str, Any], is_call: bo
 
 
 def _as_one(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Turns joined: texts by a blank line, calls behind one another."""
+    """Join turns: texts by a blank line, calls as one list."""
     if len(messages) == 1:
         return messages[0]
     calls = [call for message in messages for call in message.get("tool_calls", ())]

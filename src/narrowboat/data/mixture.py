@@ -1,7 +1,7 @@
-"""A mixture of sources by shares: as many whole documents of each as the shares allow, none of them twice.
+"""A mixture of sources by shares: as many whole documents of each source as its share allows, none of them twice.
 
-The source that is scarcest for its share gives all it has; of the others documents are left out, chosen by the seed. An
-epoch is then what the shares say, and nothing is learnt more often than something else.
+The source that is scarcest for its share is used in full. Of the others, documents chosen by the seed are left out. So
+an epoch has the shares that were asked for, and no document is learnt more often than another.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Mixture:
     """Several stores as one, and which source each example is of.
 
     Args:
-        names: of the sources.
-        shares: of each, of the tokens of an epoch.
-        stores: of each.
+        names: names of the sources.
+        shares: each source's share of the tokens of an epoch.
+        stores: each source's examples.
     """
 
     names: Sequence[str]
@@ -35,7 +35,7 @@ class Mixture:
     stores: Sequence[Store]
 
     def store(self) -> Store:
-        """All examples, documents numbered on."""
+        """All examples in one store, with documents numbered throughout."""
         batches, num_documents = [], 0
         for store in self.stores:
             numbered = store.numbered_from(num_documents)
@@ -44,7 +44,7 @@ class Mixture:
         return Store(batches, combined(store.fingerprint for store in self.stores))
 
     def chosen(self, store: Store, numbers: NDArray[np.int64], seed: int, account: Account) -> NDArray[np.int64]:
-        """Those of the examples ``numbers`` that are learnt; a line for each source goes into ``account``.
+        """The examples among ``numbers`` that are used; a line for each source goes into ``account``.
 
         Raises:
             DataError: a source has nothing to learn from.
@@ -54,9 +54,7 @@ class Mixture:
         lengths = store.lengths[numbers].astype(np.int64)
         tokens = np.bincount(source_of, lengths, len(self.stores)).astype(np.int64)
         if not tokens.all():
-            raise DataError(
-                f"{self.names[int(tokens.argmin())]}: nothing in it is to learn from, so it can have no share"
-            )
+            raise DataError(f"{self.names[int(tokens.argmin())]}: it has nothing to learn, so it cannot have a share")
         total = min(num / share for num, share in zip(tokens.tolist(), self.shares, strict=True))
         documents = store.column("document")[numbers]
         is_kept = np.zeros(len(numbers), np.bool_)
@@ -78,7 +76,7 @@ class Mixture:
 
 
 def _count_left_out(store: Store, numbers: NDArray[np.int64], account: Account) -> None:
-    """Move what is left out from what is learnt, shown or masked to what is dropped."""
+    """Count left-out tokens as dropped, instead of as learnt, context or masked."""
     num_tokens = int(store.lengths[numbers].sum())
     if not num_tokens:
         return

@@ -1,6 +1,6 @@
-"""Prompts that are too long by themselves: the middle of the longest one is cut out, and marked; answers are never cut.
+"""Prompts that are too long by themselves: cuts out and marks the middle of the longest prompt; answers are never cut.
 
-Start and end of a prompt say most of what is asked. What is cut begins and ends between characters.
+The start and end of a prompt say most of what is asked. Cuts are made between whole characters.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from narrowboat.data.labels import Rendered
 from narrowboat.data.tokens import Encoder
 
 LEAST_TOKENS = 16
-"""Of a prompt that stay, half of them at its start; one that has no more is not cut."""
+"""Tokens of a prompt that are kept, half of them at its start; a shorter prompt is not cut."""
 
 
 def with_cut_prompt(
     messages: Sequence[dict[str, Any]], rendered: Rendered, part: Part, num_tokens: int, encoder: Encoder, marker: str
 ) -> list[dict[str, Any]] | None:
-    """The messages of a part with the longest prompt shorter by at least ``num_tokens``, or by as much as it can be.
+    """Shorten the longest prompt of a part by at least ``num_tokens``, or by as much as possible.
 
     Args:
-        messages: of the part, in order.
-        rendered: the same, with the numbers of ``part``.
-        part: which of the dialogue's messages they are.
-        num_tokens: to be cut.
-        encoder: of the tokenizer.
-        marker: what stands in the place of the middle; ``{}`` in it becomes the number of tokens cut.
+        messages: the messages of the part, in order.
+        rendered: the rendered part, with the message numbers of ``part``.
+        part: the numbers of these messages in the dialogue.
+        num_tokens: number of tokens to cut out.
+        encoder: the encoder of the tokenizer.
+        marker: replaces the middle; ``{}`` in it becomes the number of tokens cut.
 
     Returns:
-        None where every prompt is as short as it may be.
+        The messages; None where no prompt can be shortened further.
     """
     costs = np.bincount(rendered.message, minlength=max(part.shown) + 1)
     prompts = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
     for place in sorted(prompts, key=lambda i: -int(costs[part.shown[i]])):
         text = str(messages[place]["content"])
         tokenised = encoder.encode_text([text])[0]
-        num_marker = len(encoder.encode_text([f"\n{marker}\n"])[0]) + 4  # at the joins others may arise
+        num_marker = len(encoder.encode_text([f"\n{marker}\n"])[0]) + 4  # joining may give other tokens
         left = max(len(tokenised) - num_tokens - num_marker, LEAST_TOKENS)
         if left + num_marker >= len(tokenised):
             continue

@@ -1,7 +1,7 @@
-"""Packing: several examples share a row, so that short ones do not cost a row each.
+"""Packing: puts several examples into one row, so that short examples do not need a row each.
 
-Best fit, longest first (best-fit-decreasing): every example goes whole into the fullest row that still has room, which
-needs at most 11/9 of the fewest possible rows and in practice about as many. Nothing is cut here and nothing is lost.
+The method is best-fit-decreasing: examples go, longest first and whole, into the fullest row that still has room. It
+needs at most 11/9 of the fewest possible rows, and in practice about the fewest. Nothing is cut or lost.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def row_numbers(lengths: ArrayLike, row_tokens: int) -> NDArray[np.int64]:
-    """The row of each of ``lengths``, counted from 0; one longer than ``row_tokens`` gets a row of its own.
+    """The row number of each of ``lengths``, counted from 0; a length above ``row_tokens`` gets a row of its own.
 
-    Deterministic. A microsecond for each length: a million lengths take a second.
+    The result is deterministic. A million lengths take a second.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     numbers = np.empty(len(sizes), np.int64)
     num_rows = 0
-    by_gap: dict[int, list[int]] = {}  # free tokens -> rows with just so many
+    by_gap: dict[int, list[int]] = {}  # free tokens -> rows that have exactly that many free
     gaps: list[int] = []  # the keys of by_gap, rising
     for index in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[index])
@@ -44,7 +44,7 @@ def row_numbers(lengths: ArrayLike, row_tokens: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: ArrayLike, row_tokens: int) -> list[list[int]]:
-    """The rows of ``row_numbers`` as lists of places in ``lengths``."""
+    """The rows of ``row_numbers`` as lists of indices into ``lengths``."""
     rows: list[list[int]] = []
     for place, row in enumerate(row_numbers(lengths, row_tokens).tolist()):
         rows += [[] for _ in range(row + 1 - len(rows))]

@@ -1,7 +1,7 @@
-"""Preparation: from files to rows that can be trained on, with an account of every token.
+"""Preparation: turns files into rows for training, with an account of every token.
 
-Files are read as a stream and tokenised over all cores. Prepared data is kept, and found again for the same data,
-tokenizer, template, options and version.
+Files are read as a stream and tokenised on all cores. Prepared data is cached, and found again for the same data,
+tokenizer, chat template, options and version.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from narrowboat.options.schema import Options
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows to learn from, rows to measure on (never learnt, one example each), and the account of both.
+    """Rows to train on, held-out rows (one example each), and the account of both.
 
     ``train.fingerprint`` and ``heldout.fingerprint`` are digests of all token ids, labels and their order.
     """
@@ -58,16 +58,16 @@ def prepare(
     Args:
         options: what to read, and how to cut, compress and pack it.
         tokenizer: the model's transformers tokenizer.
-        max_positions: the model's number of positions: no example is longer.
-        tell: takes notices of what was skipped, cut or dropped.
-        cache_folder: where prepared data is kept and found again; without it, it is held in memory.
+        max_positions: the model's number of positions, which limits the length of examples.
+        tell: receives notices of what was skipped, cut or dropped.
+        cache_folder: folder of the cache; None holds prepared data in memory.
         on_progress: called after every batch.
-        attention: the base model's attention, for ``dialogues.scorer: attention``; what it scored is not kept.
+        attention: the base model's attention, for ``dialogues.scorer: attention``; such data is not cached.
 
-    Without ``data.train`` there is only something to measure on: ``train`` is then the same examples.
+    Without ``data.train`` there is only held-out data; ``train`` then has the same examples.
 
     Raises:
-        DataError: for a missing path, no usable record, or nothing to learn in any of them.
+        DataError: a path is missing, no record is usable, or no record has anything to learn.
     """
     limit = _limit(options, max_positions, tell)
     maker = Maker(options, tokenizer, limit.tokens, attention)
@@ -90,9 +90,7 @@ def prepare(
     if mixture.shares:
         train_numbers = mixture.chosen(store, train_numbers, options.train.seed, account)
     if options.carry.is_on and (num := num_silent(store, train_numbers)):
-        tell(
-            Notice(f"data.train: {num:,} segments have nothing to learn; each goes with the step behind it, none alone")
-        )
+        tell(Notice(f"data.train: {num:,} segments have nothing to learn; each is joined to the step after it"))
     return _packed(options, account, (store, train_numbers), (heldout_store, heldout_numbers))
 
 
@@ -102,7 +100,7 @@ def _packed(
     learnt: tuple[Store, NDArray[np.int64]],
     heldout: tuple[Store, NDArray[np.int64]],
 ) -> Prepared:
-    """Rows of the examples to learn from and of those held out; completes the account."""
+    """Pack the training and held-out examples into rows, and complete the account."""
     if options.carry.is_on:
         most_tokens = None if options.carry.gradient_segments is None else options.train.batch_tokens
         train: Rows = Trains(learnt[0], stretches(*learnt, most_tokens))
@@ -121,7 +119,7 @@ def _packed(
 
 @dataclass(frozen=True)
 class _Preparation:
-    """Sets of files to examples and their accounts."""
+    """Turns sets of files into examples and their accounts."""
 
     options: Options
     gathering: Gathering
@@ -129,15 +127,15 @@ class _Preparation:
     tell: Tell
 
     def to_measure(self, heldout: Found) -> Prepared:
-        """Examples to measure on alone."""
+        """Held-out examples alone."""
         store, account = self.examples(heldout, "data.heldout", ", ".join(self.options.data.heldout))
         numbers = np.arange(len(store))
         return _packed(self.options, account, (store, numbers), (store, numbers))
 
     def to_learn(self, heldout: Sequence[Source]) -> tuple[Mixture, Account, list[Source]]:
-        """Examples to learn from, each source of a mixture by itself; and the files that their names hold out.
+        """Training examples, separately for each source of a mixture, and the files that are held out by their names.
 
-        Files that are in ``heldout`` as well are not learnt.
+        Files that are also in ``heldout`` are not trained on.
         """
         data = self.options.data
         if not data.train:
@@ -150,17 +148,19 @@ class _Preparation:
             measured = {source.identity for source in heldout}
             learnt = [source for source in found.sources if source.identity not in measured]
             if num := len(found.sources) - len(learnt):
-                self.tell(Notice(f"data.train: {num:,} files are named by data.heldout as well, and not learnt"))
+                self.tell(Notice(f"data.train: {num:,} files are also named by data.heldout, and are not trained on"))
                 found.sources = learnt
             if found.heldout and data.heldout:
-                self.tell(Notice("data.train: its validation files are left alone, since data.heldout names others"))
+                self.tell(
+                    Notice("data.train: its validation files are not used, because data.heldout names other files")
+                )
             store, own = self.examples(found, "data.train", ", ".join(paths))
             stores.append(store)
             account.add(own)
         return Mixture([", ".join(paths) for paths in names], data.shares, stores), account, held
 
     def examples(self, found: Found, key: str, names: str) -> tuple[Store, Account]:
-        """Examples of the files found, and what became of everything in them."""
+        """Examples of the found files, and their account."""
         for text in found.told:
             self.tell(Notice(f"{key}: {text}"))
         store, account = self.gathering.gather(found.sources, Account(left_out_files=found.left_out), key)
@@ -170,7 +170,7 @@ class _Preparation:
         return store, account
 
     def _check(self, account: Account, names: str) -> None:
-        """Stop where there is nothing to learn from; say what is lost where most is."""
+        """Stop where there is nothing to learn; report where most of the data is lost."""
         if self.options.data.strict and account.num_broken:
             raise DataError("\n".join(f"{place}: {reason}" for place, reason in account.broken))
         lost = told(account, self.limit)
@@ -189,18 +189,18 @@ class _Preparation:
 
 
 def _limit(options: Options, max_positions: int, tell: Tell) -> Limit:
-    """The longest example; says which wish cannot be met."""
+    """The limit of an example's tokens; reports an option that asks for more."""
     limits = [(max_positions, "the model's positions"), (options.data.max_tokens or max_positions, "data.max_tokens")]
     tokens, name = min(limits)
     wishes = {"data.max_tokens": options.data.max_tokens, "segments.max_tokens": options.segments.max_tokens}
     for key, wish in wishes.items():
         if wish is not None and wish > tokens:
-            tell(Notice(f"{key}: {wish:,} is above {name}, {tokens:,}, and gives way"))
+            tell(Notice(f"{key}: {wish:,} is above {name}, {tokens:,}, which is used instead"))
     return Limit(tokens, name, max_positions)
 
 
 def _split(store: Store, share: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Examples to learn from and to hold out, by whole documents; at least one of each where there are two."""
+    """Split examples into training and held-out ones by whole documents; both get one where there are two."""
     of = store.column("document")
     documents = np.unique(of)
     num = min(max(round(share * len(documents)), 1), len(documents) - 1) if share else 0
@@ -210,7 +210,7 @@ def _split(store: Store, share: float, seed: int) -> tuple[NDArray[np.int64], ND
 
 
 def _pack(lengths: NDArray[np.int32], options: Options) -> NDArray[np.int64]:
-    """The row of each example."""
+    """The row number of each example."""
     if not options.packing.enabled:
         return np.arange(len(lengths))
     return row_numbers(lengths, options.packing.row_tokens or int(lengths.max()))

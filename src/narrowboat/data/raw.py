@@ -1,4 +1,4 @@
-"""What reading gives: raw records, and what cannot be read."""
+"""Raw records, and reports of what cannot be read: what ``reading.py`` yields."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One raw record. ``place`` is ``file`` or ``file, line 3``; ``kind`` is ``record``, or what a file's text is.
+    """One raw record. ``place`` is ``file`` or ``file, line 3``; ``kind`` is ``record``, or the kind of a file's text.
 
     Attributes:
-        block: number of a very long text's block; ``lead`` is the end of the one before.
+        block: number of the block in a very long text; ``lead`` is the end of the block before.
         is_last: whether the text ends with this block.
-        breaks_off: the text ends where its file is damaged.
-        fills_nulls: it comes from a format that puts a null for every field that another record has.
+        breaks_off: whether the text ends early because its file is damaged.
+        fills_nulls: whether the file format adds a null for every field that another record has.
     """
 
     place: str
@@ -29,7 +29,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """``num`` records that cannot be used, and why."""
+    """``num`` records that cannot be used, with the reason."""
 
     place: str
     reason: str

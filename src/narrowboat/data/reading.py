@@ -1,7 +1,7 @@
-"""Reading: a file as a stream of raw records, in constant memory whatever its size.
+"""Reading: yields a file's raw records as a stream, in constant memory whatever its size.
 
-A very long text comes in blocks. What cannot be read is a ``Broken`` that names file, place and reason; the file goes
-on behind it where it can.
+A very long text comes in blocks. A part that cannot be read becomes a ``Broken`` with file, place and reason; where
+possible, reading continues after it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from narrowboat.data.raw import Broken, Record
 from narrowboat.data.tables import arrow_rows, parquet_rows
 from narrowboat.errors import DataError
 
-GRAPHEME_CHARS = 2000  # of a text without blanks in which an end is sought
+GRAPHEME_CHARS = 2000  # characters of a text without spaces in which a block's end is searched
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Reader:
     """Reads files, one after the other.
 
     Attributes:
-        block_chars: a text of more than twice as many comes in blocks of about so many characters.
-        lead_chars: before a block, which each but the first tells.
-        wanted: columns of tables that are converted; all if empty.
-        unread: counts what is in the others.
+        block_chars: size of blocks in characters; a text of more than twice this size comes in blocks.
+        lead_chars: characters of the text before a block that come with each block but the first.
+        wanted: columns of tables that are converted; empty converts all.
+        unread: counts values in the other columns.
     """
 
     block_chars: int
@@ -50,11 +50,11 @@ class Reader:
 
     @property
     def num_bytes(self) -> int:
-        """Read so far; an open file tells by its position."""
+        """Bytes read so far, with the position in the open file."""
         return self._num_bytes + (0 if self._open is None or self._open.closed else self._open.tell())
 
     def read(self, source: Source) -> Iterator[Record | Broken]:
-        """Every record of a file."""
+        """Yield every record of a file."""
         place, num = source.name, 0
         try:
             for item in self._read(source):
@@ -73,7 +73,7 @@ class Reader:
 
     def _read(self, source: Source) -> Iterator[Record | Broken]:
         name, kind = source.name, source.kind
-        if kind == ARCHIVE:  # which could not be listed
+        if kind == ARCHIVE:  # an archive that could not be listed
             members(source.path)
             return
         if kind in ("parquet", "arrow", "pdf"):
@@ -95,7 +95,7 @@ class Reader:
                 yield from self.blocks(name, kind, chunks(file))
 
     def _read_whole(self, source: Source) -> Iterator[Record | Broken]:
-        """A file of a kind that is not read from front to end."""
+        """Read a file of a kind that is not read from front to end."""
         with _seekable(source) as path:
             if source.kind == "pdf":
                 yield from self.blocks(source.name, "prose", pdf_text(Path(path)))
@@ -106,9 +106,10 @@ class Reader:
                     yield from arrow_rows(file, source.name, self.wanted, self.unread)
 
     def blocks(self, place: str, kind: str, pieces: Iterable[str]) -> Iterator[Record]:
-        """One document; blocks end at the last blank line, line or blank of their second half.
+        """Yield one document in blocks, each of which ends at the last blank line, line break or space of its second
+        half.
 
-        Each is tokenised by itself, so at the joins the tokens may be others than the whole document's.
+        Each block is tokenised by itself, so tokens at the joins may differ from those of the whole document.
         """
         buffer, lead, block = "", "", 0
         damage: Damaged | None = None
@@ -129,7 +130,9 @@ class Reader:
 
 @contextmanager
 def _seekable(source: Source) -> Iterator[str]:
-    """The path of a file on disk: of a compressed one, or one in an archive, a copy without that."""
+    """The path of a file that can be read from any place; compressed files and archive members are unpacked to a
+    copy.
+    """
     if not source.member and source.path.suffix.lower() not in COMPRESSED:
         yield str(source.path)
         return

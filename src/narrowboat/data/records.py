@@ -1,7 +1,7 @@
-"""Records as documents and dialogues: OpenAI messages, ShareGPT, Alpaca, prompt and completion, or text.
+"""Turns records into documents and dialogues: OpenAI messages, ShareGPT, Alpaca, prompt and completion, or text.
 
-The format is recognised from the fields that hold something. A record that fits none is refused with the reason; fields
-that its format does not read are counted (``keys.py``).
+The format is recognised by the fields that are not empty. A record that fits no format is refused with the reason.
+Fields that its format does not read are counted (``keys.py``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from narrowboat.errors import DataError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document. ``kind`` says how it may be cut: prose, markdown or a programming language.
+    """A document. ``kind`` decides how it may be cut: prose, markdown or a programming language.
 
-    A very long one comes in blocks, each with ``lead``, the end of the one before.
+    A very long document comes in blocks; ``lead`` is the end of the block before.
     """
 
     place: str
@@ -47,7 +47,7 @@ class Text:
     block: int = 0
     is_last: bool = True
     lead: str = ""
-    breaks_off: bool = False  # where its file is damaged
+    breaks_off: bool = False  # where its file is damaged, if it is
 
     @property
     def num_chars(self) -> int:
@@ -57,7 +57,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt and its completion, joined as they are; only the completion is learnt."""
+    """A prompt and its completion, joined without anything in between; only the completion is learnt."""
 
     place: str
     prompt: str
@@ -71,12 +71,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Messages as chat templates take them; ``train: false`` keeps an assistant's message from being learnt."""
+    """Messages in the form that chat templates take; an assistant's message with ``train: false`` is not learnt."""
 
     place: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
-    num_joined: int = 0  # turns that were joined to the one before
+    num_joined: int = 0  # number of turns that were joined to the turn before
 
     @property
     def num_chars(self) -> int:
@@ -88,16 +88,16 @@ Document = Text | Pair | Dialogue
 
 
 class Unlearnt(DataError):
-    """A record that says of itself that it is not to be learnt."""
+    """Raised for a record that is marked as not to be learnt."""
 
 
 class Records:
     """Makes documents of raw records.
 
     Args:
-        form: a format of ``keys.FORMATS``, or auto for the one recognised.
-        names: fields under other names, as ``{theirs: the usual one}``.
-        told: counts the fields that are not read.
+        form: a format of ``keys.FORMATS``, or auto to recognise it.
+        names: other names of fields, as ``{other name: usual name}``.
+        told: counts fields that are not read.
     """
 
     def __init__(self, form: str = "auto", names: Mapping[str, str] | None = None, told: Told | None = None) -> None:
@@ -108,21 +108,25 @@ class Records:
 
     @property
     def wanted(self) -> frozenset[str]:
-        """Fields that are read of a record, by the names that they have there."""
+        """Fields of a record that are read, under the names that they have in the data."""
         return WANTED | {yours for yours, usual in self._names.items() if usual in WANTED}
 
     def document(self, record: Record) -> tuple[Document, str]:
-        """The document that a raw record holds, and its format.
+        """The document of a raw record, and its format.
 
         Raises:
-            Unlearnt: the record says so.
-            DataError: with the reason why it cannot be used.
+            Unlearnt: the record is marked as not to be learnt.
+            DataError: the record cannot be used; the message says why.
         """
-        if record.kind != "record":  # a file's text, even where records have another format
+        if record.kind != "record":  # the text of a file, whatever format records have
             return _text(record), record.kind
         value: Mapping[str, Any] = record.value
         if self._names:
             value = renamed(value, self._names, self.told)
+        if (
+            self._form in ("auto", "text") and value.keys() == {"text"} and not is_empty(value["text"])
+        ):  # nothing else to find
+            return self._made("text", record, value), "text"
         value = _under_usual(value, BESIDE)
         refuse(value, "it")
         name, value = _recognised(value) if self._form == "auto" else (self._form, _forced(self._form, value))
@@ -131,7 +135,7 @@ class Records:
         return self._made(name, record, value), name
 
     def _is_unlearnt(self, value: Mapping[str, Any], name: str) -> bool:
-        """Whether the record's flags say so; counts the fields that format ``name`` does not read."""
+        """Whether the record is marked as not to be learnt. Counts the fields that format ``name`` does not read."""
         form, flags, is_bad = FORMATS[name], {}, False
         for key, item in value.items():
             if key in form.needs or key in form.may_have or key in REFUSED or is_empty(item):
@@ -159,7 +163,7 @@ class Records:
             return self._dialogue(record, _parts(value), value)
         if beside := [key for key in ("system", "tools", "functions") if not is_empty(value.get(key))]:
             raise DataError(
-                f"{beside[0]} stands beside prompt and completion that are text, which are joined as they are; write "
+                f"{beside[0]} is beside a prompt and completion that are text, which are joined as they are; write "
                 "them as lists of messages"
             )
         return Pair(record.place, _string(value, "prompt", may_be_empty=True), _string(value, "completion"))
@@ -170,10 +174,10 @@ class Records:
 
 
 def _recognised(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The format whose fields hold something, or at least are there; and the record under the usual names.
+    """The format whose fields are filled, or at least present; and the record under the usual names.
 
     Raises:
-        DataError: with the fields found and the known formats.
+        DataError: no format fits; the message names the fields and the known formats.
     """
     others = _under_usual(value, OTHER_NAMES)
     for fields, of in ((_full(value), value), (_full(others), others), ({*value}, value)):
@@ -191,7 +195,7 @@ def _forced(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
     """The record under the usual names of format ``name``.
 
     Raises:
-        DataError: with the fields that it lacks.
+        DataError: fields are missing; the message names them.
     """
     needs = FORMATS[name].needs
     value = _under_usual(value, {other: usual for other, usual in OTHER_NAMES.items() if usual in needs})
@@ -202,7 +206,7 @@ def _forced(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fits(name: str, fields: Set[str]) -> bool:
-    """Whether ``fields`` make format ``name``; Alpaca's question may be all input."""
+    """Whether ``fields`` are enough for format ``name``; Alpaca's question may be in its input alone."""
     return fields >= {*FORMATS[name].needs} or (name == "alpaca" and fields >= {"input", "output"})
 
 
@@ -211,7 +215,7 @@ def _full(value: Mapping[str, Any]) -> set[str]:
 
 
 def _under_usual(value: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
-    """``value`` with its fields ``{other name: usual one}`` under their usual names, where those hold nothing."""
+    """``value`` with fields ``{other name: usual name}`` renamed to their usual names, where those are empty."""
     full = _full(value)
     used = {other: usual for other, usual in names.items() if other in full and usual not in full}
     return {used.get(key, key): item for key, item in value.items() if key not in used.values()} if used else value
@@ -232,7 +236,7 @@ def _string(value: Mapping[str, Any], key: str, may_be_empty: bool = False) -> s
 
 
 def _with_system(messages: list[dict[str, Any]], value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages behind the system text that stands beside them."""
+    """The messages, after the system prompt of the field beside them."""
     if is_empty(value.get("system")):
         return messages
     system = _string(value, "system", may_be_empty=True)
@@ -245,7 +249,7 @@ def _with_system(messages: list[dict[str, Any]], value: Mapping[str, Any]) -> li
 
 
 def _exchange(value: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Alpaca's question, with its input behind a blank line, and answer."""
+    """Alpaca's question, followed by its input after a blank line, and the answer."""
     parts = [_string(value, key, may_be_empty=True) for key in ("instruction", "input") if not is_empty(value.get(key))]
     request = "\n\n".join(part for part in parts if part.strip())
     if not request:
@@ -254,13 +258,13 @@ def _exchange(value: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _history(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Alpaca's earlier exchanges: a list of questions with their answers."""
+    """Alpaca's earlier exchanges, from a list of questions with their answers."""
     pairs = value.get("history") or []
     pairs = parsed(pairs, "history") if isinstance(pairs, str) and pairs.strip() else pairs or []
     if isinstance(pairs, list) and all(isinstance(pair, Mapping) for pair in pairs):
         return pairs
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise DataError("history is no list of pairs, each a question and its answer")
+        raise DataError("history is not a list of pairs of a question and its answer")
     return [
         {"role": role, "content": text}
         for pair in pairs
@@ -269,7 +273,7 @@ def _history(value: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _parts(value: Mapping[str, Any]) -> list[Any]:
-    """Prompt and completion as lists of messages, of which only the completion's are learnt."""
+    """A dialogue from prompt and completion as lists of messages; only messages of the completion are learnt."""
     messages: list[Any] = []
     for key, role in (("prompt", "user"), ("completion", "assistant")):
         part = value[key] if isinstance(value[key], list) else [{"role": role, "content": value[key]}]

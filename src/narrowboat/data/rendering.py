@@ -1,9 +1,9 @@
-"""Rendering: a chat template run with an end: the turns of its loops, its time and its output have limits.
+"""Rendering: runs a chat template within limits of loop iterations, time and output.
 
-A template comes with a model from anywhere. It runs in jinja's sandbox, with what transformers gives to templates; each
-loop in it counts its turns, each text or list that it makes is measured, and whatever it raises is one sentence. What
-it writes must not depend on the day, or a run that is resumed tomorrow would not be the same: a template that asks for
-the date gets a fixed one. Price: a tenth of a microsecond for each turn and each sum.
+A template comes with a model from an unknown source. It runs in jinja's sandbox, with the functions that transformers
+gives to templates. Loop iterations are counted, texts and lists are measured, and each error becomes one sentence. A
+template that asks for the date gets a fixed one, so that a run resumed tomorrow has the same data. Price: a tenth of a
+microsecond for each iteration and each operation.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from narrowboat.data.limits import (
 from narrowboat.errors import DataError
 
 TODAY = datetime(2025, 1, 1)
-"""What a template is told that asks for the date."""
+"""The date that templates get."""
 
-CLOCK_STEPS = 64  # turns between two looks at the clock
+CLOCK_STEPS = 64  # iterations between two looks at the clock
 MOST_POWER = 64
 
 
 class Overrun(DataError):
-    """A template went on for longer, or wrote more, than it may."""
+    """Raised for a template that runs too long or writes too much."""
 
 
 class Renderer:
     """A tokenizer's chat templates.
 
     Args:
-        template: the text, or several by name; ``tool_use`` is taken where there are tools, else ``default``.
+        template: the template's text, or several by name: ``tool_use`` for dialogues with tools, else ``default``.
         special: the tokenizer's special tokens by name, which templates may write.
 
     Raises:
-        DataError: a template is no template.
+        DataError: a template cannot be parsed.
     """
 
     def __init__(self, template: str | Mapping[str, str], special: Mapping[str, Any]) -> None:
@@ -64,25 +64,25 @@ class Renderer:
         texts = {"default": template} if isinstance(template, str) else dict(template)
         try:
             self._templates = {name: environment.from_string(text) for name, text in texts.items()}
-        except Exception as error:  # the template's author is anybody
-            raise DataError(f"is no template that can be read: {said(error)}") from None
+        except Exception as error:  # a template may raise any error
+            raise DataError(f"cannot be parsed: {said(error)}") from None
         self._special = dict(special)
 
     @property
     def asks_for_the_date(self) -> bool:
-        """Whether anything that was rendered did."""
+        """Whether a rendered template asked for the date."""
         return self._limits.asked_for_date
 
     def begin(self, num_messages: int) -> None:
-        """What follows, until the next ``begin``, has the limits of so many messages together."""
+        """Start new limits, for ``num`` messages together, until the next ``begin``."""
         self._limits.begin(num_messages)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, generate: bool = False) -> str:
-        """The dialogue as the template writes it, with the words that a new answer begins with if ``generate``.
+        """The dialogue as the template writes it, with the generation prompt if ``generate``.
 
         Raises:
-            Overrun: it takes too long.
-            DataError: the template refuses the dialogue, or fails over it.
+            Overrun: the template takes too long.
+            DataError: the template refuses the dialogue, or fails.
         """
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -100,13 +100,15 @@ class Renderer:
                     raise Overrun(f"it writes more than {TEMPLATE_CHARS:,} characters")
         except DataError:
             raise
-        except Exception as error:  # the template's author is anybody
+        except Exception as error:  # a template may raise any error
             raise DataError(said(error)) from None
         return "".join(pieces)
 
 
 def _as_given(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers gives it to a template: without nulls, thoughts under both names in use."""
+    """A message in the form that transformers gives to templates: without nulls, with thoughts under both usual
+    names.
+    """
     given = {key: value for key, value in message.items() if value is not None}
     if "reasoning_content" in given:
         given["thinking"] = given["reasoning_content"]
@@ -114,20 +116,20 @@ def _as_given(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Limits:
-    """Counts the turns of loops, looks at the clock, and measures what is made."""
+    """Counts loop iterations, checks the time, and measures texts and lists."""
 
     def __init__(self) -> None:
         self.asked_for_date = False
         self.begin(0)
 
     def begin(self, num_messages: int) -> None:
-        """Count from nothing."""
+        """Reset all counts."""
         self._num_steps, self._began = 0, time.thread_time()
         self._most_steps = TEMPLATE_STEPS + num_messages * MESSAGE_STEPS
         self._most_seconds = TEMPLATE_SECONDS + num_messages * MESSAGE_SECONDS
 
     def step(self) -> bool:
-        """A turn of a loop."""
+        """Count one loop iteration."""
         self._num_steps += 1
         if self._num_steps > self._most_steps:
             raise Overrun(f"its loops take more than {self._most_steps:,} turns")
@@ -136,13 +138,13 @@ class _Limits:
         return True
 
     def date(self, form: str) -> str:
-        """What ``strftime_now`` gives."""
+        """The fixed date, as the template function ``strftime_now``."""
         self.asked_for_date = True
         return TODAY.strftime(form)
 
 
 def _measured(value: Any) -> Any:
-    """``value``, if it is not too large."""
+    """Return ``value`` if it is not too large."""
     if (kind := value.__class__) is str and len(value) > TEMPLATE_CHARS:
         raise Overrun(_TOO_LARGE)
     if kind is list and len(value) > TEMPLATE_ITEMS:
@@ -154,7 +156,7 @@ _TOO_LARGE = f"it makes a text of more than {TEMPLATE_CHARS:,} characters, or a 
 
 
 def _narrow(widen: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that makes a text wider, not as wide as one likes."""
+    """A filter that pads a text, with a limit on the width."""
 
     @wraps(widen)
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -169,7 +171,7 @@ def _narrow(widen: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Generation(Extension):
-    """``{% generation %}``, with which some templates mark what is learnt: its content as it is."""
+    """The tag ``{% generation %}``, with which some templates mark learnt text; renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -179,7 +181,7 @@ class _Generation(Extension):
 
 
 class _Names(Namespace):
-    """Jinja's namespace, which keeps no names that lead into Python."""
+    """Jinja's namespace, without names that give access to Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         given = dict(*args[1:], **kwargs)
@@ -198,7 +200,7 @@ def _refuse_private(name: object) -> None:
 
 
 class _Code(CodeGenerator):
-    """Python code of a template in which sums, joins and filters are measured."""
+    """Compiles a template so that its operators, joins and filters are measured."""
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         self._wrapped(super().visit_Add, node, frame)
@@ -216,7 +218,7 @@ class _Code(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with what transformers adds to it, in which loops count and values stay small."""
+    """The sandbox with the functions of transformers, in which loops are counted and values are limited."""
 
     code_generator_class = _Code
     intercepted_binops = frozenset({"*", "**", "%"})
@@ -234,11 +236,13 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @property
     def step(self) -> bool:
-        """A turn of a loop: an attribute, since the sandbox looks at each call for ten times as long."""
+        """Count one loop iteration. It is an attribute, because the sandbox's check of a call takes ten times as
+        long.
+        """
         return self._limits.step()
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """The syntax tree, each loop of which begins its turns with a count."""
+        """The syntax tree, with a count at the start of each loop's body."""
         tree = super()._parse(source, name, filename)
         for loop in [*tree.find_all(nodes.For)]:
             step = nodes.EnvironmentAttribute("step", lineno=loop.lineno)
@@ -249,7 +253,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operator; not one that makes a text, list or number of any size."""
+        """Run an operator, with a limit on the size of its result."""
         if operator == "*":
             large = max(_size(left) * _factor(right), _size(right) * _factor(left))
         elif operator == "**":
@@ -261,7 +265,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A function or method; not one that makes a text of any size."""
+        """Call a function or method, with a limit on the size of its result."""
         large = max((_factor(value) for value in args), default=0)
         text = getattr(called, "__self__", None)
         if isinstance(text, str) and called.__name__ == "replace" and len(args) > 1:
@@ -271,7 +275,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _measured(super().call(context, called, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``str.format``; not one that fills in to any width."""
+        """Call ``str.format``, with a limit on widths."""
         if isinstance(text := getattr(value, "__self__", None), str) and _widest(text) > TEMPLATE_CHARS:
             raise Overrun(_TOO_LARGE)
         return super().wrap_str_format(value)
@@ -286,7 +290,7 @@ def _factor(value: Any) -> int:
 
 
 def _widest(form: Any) -> int:
-    """The largest width that a text to be filled in asks for."""
+    """The largest width in a format string."""
     return max((int(digits[:12]) for digits in re.findall(r"\d+", form)), default=0) if isinstance(form, str) else 0
 
 

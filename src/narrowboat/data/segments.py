@@ -1,8 +1,9 @@
-"""Segments: a long document cut at the best natural boundaries, with nothing lost and nothing learnt twice.
+"""Segments: cuts a long document at the best natural boundaries, with nothing lost and nothing learnt twice.
 
-Each cut is sought in a window around the size that balances what is left, coarsest kind of boundary first; among
-boundaries of one kind the one nearest to that size wins. So no segment is a crumb. Finer kinds are looked for only
-where coarser ones are missing, so cutting costs little beside tokenising. The segments joined are the document.
+Each cut is searched in a window around the size that makes the remaining segments equal, coarsest kind of boundary
+first; of boundaries of one kind, the nearest to that size is taken. So no segment is very short. Finer kinds are only
+searched where coarser ones are missing, so cutting costs little beside tokenising. The segments joined are the
+document.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from narrowboat.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens ``start:end`` of a document, shown with those from ``shown_start`` to ``shown_end``."""
+    """Tokens ``start:end`` of a document; with its context it shows tokens ``shown_start:shown_end``."""
 
     start: int
     end: int
@@ -30,9 +31,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How much of its neighbours a segment shows as context that is not learnt.
+    """How many tokens of its neighbours a segment shows as context that is not learnt.
 
-    One token before is always shown, or a segment's first token would have nothing to be predicted from.
+    One token before is always shown, because a segment's first token is predicted from it.
     """
 
     num_tokens: int = 0
@@ -40,10 +41,10 @@ class Overlap:
 
 
 def cut(text: str, tokenised: Tokenised, cuts: Cuts, limit: int) -> list[int]:
-    """Token places where segments end, the last one the document's end; no segment holds more than ``limit`` tokens.
+    """Token positions at which segments end, the last being the document's end; a segment has at most ``limit`` tokens.
 
     Raises:
-        DataError: when one character needs more than ``limit`` tokens.
+        DataError: one character needs more than ``limit`` tokens.
     """
     knife = _Knife(text, tokenised, cuts, limit)
     ends: list[int] = []
@@ -53,7 +54,7 @@ def cut(text: str, tokenised: Tokenised, cuts: Cuts, limit: int) -> list[int]:
 
 
 class _Knife:
-    """Finds cuts; ``places`` are the tokens before which one is possible, ``edges`` the characters there."""
+    """Finds cuts; ``places`` are the tokens before which a cut is possible, ``edges`` their character positions."""
 
     def __init__(self, text: str, tokenised: Tokenised, cuts: Cuts, limit: int) -> None:
         self.text, self.cuts, self.limit, self.total = text, cuts, limit, len(tokenised)
@@ -67,7 +68,7 @@ class _Knife:
         begin = int(self.edges[self.places.searchsorted(start)])
         for low, high in ((target / 2, min(self.limit, 1.5 * target)), (1, self.limit)):
             first = int(self.places.searchsorted(start + low))
-            last = int(self.places.searchsorted(start + high, side="right"))  # behind the window
+            last = int(self.places.searchsorted(start + high, side="right"))  # after the window
             for level in self.cuts.levels if first < last else ():
                 at = self._at_edges(level, begin, first, last)
                 if len(at):
@@ -81,9 +82,9 @@ class _Knife:
         )
 
     def _at_edges(self, level: Boundaries, begin: int, first: int, last: int) -> NDArray[np.int64]:
-        """Numbers of the edges in ``first:last`` where ``level`` has boundaries.
+        """Indices of the edges in ``first:last`` at which ``level`` has boundaries.
 
-        A token often starts with the blank before its word. So a boundary inside a token moves back over blanks.
+        A token often starts with the space before its word, so a boundary inside a token moves back over spaces.
         """
         edges = self.edges[first:last]
         found = np.asarray(level(self.text, begin, int(edges[0]), int(edges[-1])), np.int64)
@@ -104,7 +105,7 @@ class _Knife:
         return end
 
     def _outside_whole(self, at: int, start: int, begin: int) -> int:
-        """Edge ``at``, moved out of a table or the like if that fits into a segment."""
+        """Edge ``at``, moved out of a table or a similar span if that fits into a segment."""
         span = self.cuts.around(int(self.edges[at]))
         if span is None:
             return at

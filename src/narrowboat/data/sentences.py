@@ -1,8 +1,9 @@
-"""Sentence ends, by sentencex, with what it gets wrong put right.
+"""Sentence ends, by sentencex, with corrections.
 
-A missed end costs little, since a long text has many; a false one cuts a sentence in two. So an end is given up where
-what follows goes on: a small letter ("et al. [2019] measured"), a number or a name behind an abbreviation ("Vol. 3",
-"Dr. Who"), a particle behind a Japanese quotation. A Chinese or Japanese full stop needs no blank behind it.
+A missed end costs little, because a long text has many; a false one cuts a sentence in two. So an end is dropped where
+the sentence seems to continue: before a small letter ("et al. [2019] measured"), before a number or name after an
+abbreviation ("Vol. 3", "Dr. Who"), and before a particle after a Japanese quotation. A Chinese or Japanese full stop
+needs no space after it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _LOOK_BACK = 40
 
 
 def sentence_ends(text: str) -> list[int]:
-    """Where the sentences of ``text`` end, rising, blanks behind a sentence included; the last is the text's end."""
+    """Rising positions at which the sentences of ``text`` end, after their trailing spaces; the last is the text's
+    end.
+    """
     found = {boundary["end_index"] for boundary in sentencex.get_sentence_boundaries("en", text)}
     found |= {match.end() for match in _CJK_END.finditer(text)}
     ends: list[int] = []

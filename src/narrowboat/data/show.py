@@ -1,6 +1,6 @@
-"""Prepared data as people see it: the account as a table, and examples in colour (learnt, context, masked).
+"""Shows prepared data: the account as a table, and examples in colour (learnt, context, masked).
 
-Renderables of rich; whoever has a console prints them.
+The functions return renderables of rich for a console to print.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from narrowboat.data.prepare import Prepared
 
 LEARNT, CONTEXT, MASKED, CUT_OUT = "bold green", "cyan", "dim", "italic yellow"
 STYLES = {"learnt": LEARNT, "context": CONTEXT, "masked": MASKED}
-MARKS = {"learnt": ("⟦", "⟧"), "context": ("⟨", "⟩")}  # around runs of tokens, where there are no colours
+MARKS = {"learnt": ("⟦", "⟧"), "context": ("⟨", "⟩")}  # put around runs of tokens where there are no colours
 ASCII_MARKS = {"learnt": ("[[", "]]"), "context": ("<<", ">>")}
 NO_MARKS: Mapping[str, tuple[str, str]] = {}
-_MOST_CHARS = 1200  # of a run of tokens that is shown; the middle of a longer one is left out
+_MOST_CHARS = 1200  # longest run of tokens that is shown; the middle of a longer one is left out
 
 
 def account_table(account: Account, bar: str = "█") -> RenderableType:
-    """What was read and what became of every token, and how long the examples are, in bars of ``bar``."""
+    """The account as a table: what was read, what became of every token, and a histogram of lengths drawn with
+    ``bar``.
+    """
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -68,7 +70,7 @@ def account_table(account: Account, bar: str = "█") -> RenderableType:
 
 
 def _short(place: str) -> str:
-    """A file's last two names, and the line if there is one."""
+    """The last two parts of a path, and the line if there is one."""
     return "/".join(place.split("/")[-2:])
 
 
@@ -84,7 +86,7 @@ def _histogram(account: Account, bar: str) -> RenderableType:
 
 
 def chosen(prepared: Prepared, num: int) -> list[Example]:
-    """``num`` examples, evenly over the data."""
+    """``num`` examples, spread evenly over the data."""
     store = prepared.train.store
     places = np.linspace(0, len(store) - 1, min(num, len(store))).round().astype(int)
     return [store[number] for number in np.unique(places).tolist()]
@@ -93,9 +95,9 @@ def chosen(prepared: Prepared, num: int) -> list[Example]:
 def samples(
     prepared: Prepared, tokenizer: Any, num: int, marks: Mapping[str, tuple[str, str]] = NO_MARKS
 ) -> Iterator[RenderableType]:
-    """``num`` examples, evenly over the data: what is learnt, what is context from elsewhere, and what is only seen.
+    """``num`` examples, spread evenly over the data, with learnt, context and masked text in different colours.
 
-    ``marks`` stand around runs of tokens, for where there are no colours.
+    ``marks`` are put around runs of tokens, for output without colours.
     """
     for example in chosen(prepared, num):
         share = f"{example.num_supervised:,} of {example.num_tokens:,} tokens learnt"
@@ -108,7 +110,7 @@ def samples(
 
 
 def coloured(example: Example, tokenizer: Any, marks: Mapping[str, tuple[str, str]] = NO_MARKS) -> Text:
-    """An example's text, each run in its colour and between its ``marks``; the middle of long runs is left out."""
+    """An example's text with each run in its colour and between its ``marks``; the middle of long runs is left out."""
     text = Text()
     for shown, kind in parts(example, tokenizer):
         before, after = marks.get(kind, ("", ""))

@@ -1,6 +1,6 @@
-"""Sources: which files are read: files, folders, archives, patterns and data sets of a hub, in a fixed order.
+"""Sources: finds the files to read, from files, folders, archives, patterns and data sets of a hub, in a fixed order.
 
-Where names tell what is to learn from, to hold out and to leave alone, that is followed, and told in one line.
+Where names of files or folders say train, validation and test, those splits are used, and one line says so.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from narrowboat.errors import DataError
 
 @dataclass
 class Found:
-    """What there is to read.
+    """The files to read.
 
     Attributes:
-        sources: in a fixed order.
-        heldout: what a folder or data set holds out by its own names.
-        left_out: how many files and folders are not read, by suffix or reason; folders by name.
+        sources: the files, in a fixed order.
+        heldout: files that a folder or data set holds out by their names.
+        left_out: how many files (by suffix or reason) and folders (by name) are not read.
         told: a line for each folder or data set in which splits were recognised.
     """
 
@@ -41,12 +41,12 @@ def find(paths: Sequence[str], *, splits: bool = True, heldout: bool = False) ->
 
     Args:
         paths: files, folders, zip archives, patterns such as ``data/*.jsonl``, or ``hub:`` and a data set's name.
-        splits: whether train, validation and test are told apart in a folder or data set; otherwise all is read.
-        heldout: the paths are to measure on: where there are splits, the validation files are read, or else the test
+        splits: whether train, validation and test are recognised in a folder or data set; otherwise all files are read.
+        heldout: whether the paths are held-out data; of splits, the validation files are then read, or else the test
             files.
 
     Raises:
-        DataError: for what does not exist, cannot be read, or is of a kind that is not known.
+        DataError: a path does not exist, cannot be read, or is of an unknown kind.
     """
     found = Found()
     for name in paths:
@@ -60,28 +60,28 @@ def find(paths: Sequence[str], *, splits: bool = True, heldout: bool = False) ->
         if layout.has_splits:
             _take(name, layout, found, heldout)
         elif layout.left_out:
-            found.told.append(f"{name}: {_few(layout.left_out)} are about the data and not read")
+            found.told.append(f"{name}: {_few(layout.left_out)} describe the data and are not read")
     found.sources, num_more = _once(found.sources)
     if num_more:
-        found.told.append(f"{num_more:,} files are named more than once, and read once")
+        found.told.append(f"{num_more:,} files are named more than once; each is read once")
     return found
 
 
 def _once(sources: Sequence[Source]) -> tuple[list[Source], int]:
-    """Each file once, and how many more there were."""
+    """Each file once, and the number of duplicates."""
     once = {source.identity: source for source in reversed(sources)}
     return [source for source in sources if once[source.identity] is source], len(sources) - len(once)
 
 
 def _with_comma(names: Sequence[str]) -> str:
-    """A hint, where ``names`` were one name with commas in it."""
+    """A hint for a user whose ``names`` are one name with commas in it; else empty."""
     wholes = (mark.join(names) for mark in (",", ", "))
     whole = next((whole for whole in wholes if len(names) > 1 and Path(whole).expanduser().exists()), "")
-    return f'; for the file {shown(whole)} write ["{shown(whole)}"], since commas part names' if whole else ""
+    return f'; for the file {shown(whole)} write ["{shown(whole)}"], because a comma separates names' if whole else ""
 
 
 def _layout(name: str, found: Found, splits: bool) -> Layout[Source]:
-    """What ``name`` stands for, by split where it has any."""
+    """The files of ``name``, by split if it has splits."""
     path = Path(name).expanduser()
     if name.startswith(PREFIX):
         by_split = {split: [source_of(path) for path in paths] for split, paths in fetched(name).items()}
@@ -105,28 +105,28 @@ def _layout(name: str, found: Found, splits: bool) -> Layout[Source]:
 
 
 def _matching(path: Path, base: Path, left_out: Counter[str]) -> Iterator[Listed[Source]]:
-    """The files at ``path``, which matches a pattern; ``base`` is what the pattern begins with."""
+    """The files at ``path``, which matches a pattern that begins with ``base``."""
     above = path.relative_to(base).parts
     for parts, what, source in listed(path, left_out, is_named=False) or ():
         yield (above if path.is_dir() else above[:-1]) + parts, what, source
 
 
 def _take(name: str, layout: Layout[Source], found: Found, heldout: bool) -> None:
-    """Read what is to be read of a data set with splits, and say so."""
+    """Add the files to read of a data set with splits to ``found``, with a line that says so."""
     train, validation, test = (layout.files[split] for split in ("train", "validation", "test"))
     if heldout:
         chosen = validation or test or train
         found.sources += chosen
         what = "validation" if chosen is validation else "test" if chosen is test else "train"
-        found.told.append(f"{name}: of its splits {what} is measured on ({len(chosen):,} files)")
+        found.told.append(f"{name}: the split {what} is used for measuring ({len(chosen):,} files)")
         return
     found.sources += train
     found.heldout += validation
     parts = [f"train is learnt ({len(train):,} files)"]
     parts += [f"validation is held out ({len(validation):,})"] if validation else []
-    parts += [f"test is left alone ({len(test):,})"] if test else []
+    parts += [f"test is not read ({len(test):,})"] if test else []
     parts += [f"{_few(layout.left_out)} are not read"] if layout.left_out else []
-    found.told.append(f"{name}: {', '.join(parts)}; data.splits: all learns every file")
+    found.told.append(f"{name}: {', '.join(parts)}; data.splits: all reads every file")
 
 
 def _few(names: Sequence[str]) -> str:
@@ -135,7 +135,9 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _of_splits(name: str, by_split: Mapping[str, list[Source]]) -> Layout[Source]:
-    """A data set that names its splits; without one called train, those of other names are learnt."""
+    """The layout of a data set with named splits; without a split called train, splits of other names are trained
+    on.
+    """
     layout: Layout[Source] = Layout()
     named: dict[str, Split | None] = {split: split_named(split) for split in by_split}
     has_train = "train" in named.values()
@@ -148,5 +150,5 @@ def _of_splits(name: str, by_split: Mapping[str, list[Source]]) -> Layout[Source
         else:
             layout.files["train"] += sources
     if not layout.files["train"]:
-        raise DataError(f"{name}: its splits are {', '.join(by_split)}, and none of them is to learn from; name one")
+        raise DataError(f"{name}: its splits are {', '.join(by_split)}, and none of them is for training; name one")
     return layout

@@ -1,15 +1,15 @@
-"""Names of special tokens in people's texts: read as the text that they are, not as the tokens.
+"""Names of special tokens inside messages are read as plain text, not as the tokens.
 
-A user who writes ``<|im_end|>`` does not end a turn. Where a dialogue's texts hold such a name, one private character
-takes its place while the template runs; behind it the name is put back, and its place is known.
-Price: a search of the texts for names; the rest only where one is found.
+A user who writes ``<|im_end|>`` does not end a turn. While the template runs, one private character replaces each such
+name; afterwards the name is put back, and its place is known. Price: a search for names in every text; more only where
+one is found.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,9 @@ PRIVATE = range(0xE000, 0xF900)
 
 @dataclass(frozen=True, slots=True)
 class Concealed:
-    """A dialogue with a private character for each name: ``names`` is ``{character: name}``, ``num`` their number."""
+    """A dialogue with a private character in place of each name. ``names`` is ``{character: name}``, ``num`` their
+    number.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None
@@ -34,7 +36,7 @@ class Specials:
     """The special tokens of a tokenizer, by name.
 
     Args:
-        names: as the tokenizer writes them.
+        names: the tokens' names, as the tokenizer writes them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -43,7 +45,7 @@ class Specials:
 
     def hide(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> Concealed | None:
         """Messages and tools with the names hidden; None where there are no names."""
-        texts = [*_texts([messages, tools])]
+        texts = _texts([messages, tools])
         found = Counter(name for text in texts for name in self._pattern.findall(text))
         if not found:
             return None
@@ -64,7 +66,7 @@ class Specials:
 
 
 def put_back(text: str, names: Mapping[str, str]) -> tuple[str, list[tuple[int, int]]]:
-    """``text`` with ``{character: name}`` put back, and the places of the names in it."""
+    """``text`` with each ``{character: name}`` put back, and the places of the names in it."""
     pieces: list[str] = []
     places: list[tuple[int, int]] = []
     at = 0
@@ -78,23 +80,25 @@ def put_back(text: str, names: Mapping[str, str]) -> tuple[str, list[tuple[int, 
 
 
 def folded(tokenised: Tokenised, places: Sequence[tuple[int, int]]) -> Tokenised:
-    """The same tokens of a text in which each of ``places``, rising, is a single character."""
+    """The same tokens, with edges for a text in which each of the rising ``places`` is a single character."""
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
     shorter = np.concatenate([[0], np.cumsum(ends - starts - 1)])
     gone = ends.searchsorted(tokenised.edges, side="right")  # places that lie before an edge
-    inside = starts.searchsorted(tokenised.edges) > gone  # starts before an edge, and ends behind it
+    inside = starts.searchsorted(tokenised.edges) > gone  # starts before an edge, and ends after it
     at = np.where(inside, starts[np.minimum(gone, len(starts) - 1)], tokenised.edges)
     return replace(tokenised, edges=at - shorter[gone], is_whole=tokenised.is_whole & ~inside)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any) -> list[str]:
     """Every text in a value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item)
+    found, ahead = [], [value]
+    while ahead:
+        item = ahead.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, dict):
+            ahead += item.keys()
+            ahead += item.values()
+        elif isinstance(item, (list, tuple)):
+            ahead += item
+    return found

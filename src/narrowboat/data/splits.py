@@ -1,7 +1,7 @@
-"""Splits: what a folder, an archive or a hub's data set holds to learn from, to hold out, and to leave alone.
+"""Splits: which files of a folder, an archive or a hub's data set are for training, validation and test.
 
-Told by the usual names of files and folders: train; validation, valid, val, dev or eval; test. A folder is taken for a
-data set with splits only where names say so twice (train beside one of the others), or where all else in it is a card.
+They are recognised by the usual names of files and folders: train; validation, valid, val, dev or eval; test. A folder
+counts as a data set with splits only if train and another split are named, or if all its other files describe the data.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _CARD = re.compile(r"(readme|licen[cs]e|copying|citation|notice)\b.*|dataset_inf
 Kind = Literal["records", "code", "text"]
 T = TypeVar("T")
 Listed = tuple[tuple[str, ...], Kind, T]
-"""A file's path in its folder as parts, what it holds, and the file."""
+"""The parts of a file's path in its folder, the kind of the file, and the file."""
 
 
 @dataclass
 class Layout(Generic[T]):
-    """Files by split; those that no split has a name for; and the names of those left out."""
+    """Files by split, files without a split, and the names of files that are left out."""
 
     files: dict[Split, list[T]] = field(default_factory=lambda: {"train": [], "validation": [], "test": []})
     plain: list[T] = field(default_factory=list)
@@ -37,11 +37,11 @@ class Layout(Generic[T]):
 
     @property
     def has_splits(self) -> bool:
-        """Whether names of splits were found."""
+        """Whether any split was found."""
         return any(self.files.values())
 
     def add(self, other: Layout[T], name: str) -> None:
-        """Take in the layout of the folder ``name``."""
+        """Add the layout of the folder ``name``."""
         for split, files in other.files.items():
             self.files[split] += files
         self.plain += other.plain
@@ -49,14 +49,14 @@ class Layout(Generic[T]):
 
 
 def split_named(name: str) -> Split | None:
-    """The split that a word of ``name`` stands for, if it is a single one."""
+    """The split that the words of ``name`` mean; None unless they mean exactly one."""
     words = {*re.split(r"[\W_\d]+", name.lower())}
     found = [split for split, names in NAMES.items() if words & names]
     return found[0] if len(found) == 1 else None
 
 
 def layout_of(files: Sequence[Listed[T]], is_inner: bool = False) -> Layout[T]:
-    """Sort the files of a folder, and those of the folders in it, each folder's together."""
+    """Sort the files of a folder by split, each subfolder's files together."""
     layout: Layout[T] = Layout()
     programs = {parts[:depth] for parts, kind, _ in files if kind == "code" for depth in range(len(parts))}
     if is_inner and programs:
@@ -88,7 +88,7 @@ def _is_card(parts: tuple[str, ...]) -> bool:
 
 
 def _split_of(parts: tuple[str, ...], kind: Kind, programs: set[tuple[str, ...]]) -> Split | None:
-    """The split of a file: by the folder that it is in, unless that holds a program, or by its own name."""
+    """The split of a file, by its folder's name (unless the folder holds source code) or by its own name."""
     depth = 1 if parts[0] == "data" and len(parts) > 1 else 0
     inside = parts[depth:]
     if len(inside) > 1:

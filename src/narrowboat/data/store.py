@@ -1,7 +1,7 @@
 """The store: examples as Arrow record batches, in memory or mapped from shards on disk; four bytes a token.
 
-Token ids lie as they are; which of them are learnt is kept as run lengths (so many not learnt, so many learnt, and so
-on), which for most examples are two or a few numbers.
+Token ids are stored as they are. Which of them are learnt is stored as run lengths (not learnt, learnt, not learnt,
+...), which are a few numbers for most examples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from narrowboat.data.fingerprint import Fingerprint, combined
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
-        "runs": pa.list_(pa.int32()),  # not learnt, learnt, not learnt, ..
+        "runs": pa.list_(pa.int32()),  # run lengths: not learnt, learnt, not learnt, ...
         "num_supervised": pa.int32(),
         "document": pa.int32(),
         "segment": pa.int32(),
@@ -62,12 +62,12 @@ def _runs(learnt: NDArray[np.bool_]) -> NDArray[np.int32]:
     changes = np.flatnonzero(np.diff(learnt)) + 1
     edges = np.concatenate([[0], changes, [len(learnt)]])
     if len(learnt) and learnt[0]:
-        edges = np.concatenate([[0], edges])  # a first run of none
+        edges = np.concatenate([[0], edges])  # a first run of length 0
     return np.diff(edges).astype(np.int32)
 
 
 def shifted(batch: pa.RecordBatch, num_segments: int, num_tokens: int) -> pa.RecordBatch:
-    """Examples of a document's further block, counted on from the blocks before."""
+    """Examples of a document's later block, with segments and offsets counted from the blocks before."""
     for name, by in (("segment", num_segments), ("offset", num_tokens)):
         moved = pc.add(batch.column(name), pa.scalar(by, SCHEMA.field(name).type))
         batch = batch.set_column(batch.schema.get_field_index(name), name, moved)
@@ -78,8 +78,8 @@ class Store:
     """Examples by number, without reading the others.
 
     Args:
-        batches: of ``SCHEMA``.
-        fingerprint: of them, if it is known from the time they were made.
+        batches: record batches of ``SCHEMA``.
+        fingerprint: their fingerprint, if it is known.
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], fingerprint: str = "") -> None:
@@ -106,7 +106,7 @@ class Store:
         )
 
     def numbered_from(self, first: int) -> Store:
-        """The same examples, their documents numbered from ``first`` on."""
+        """The same examples, with documents numbered from ``first``."""
         if not first:
             return self
         name = "document"
@@ -117,7 +117,7 @@ class Store:
 
     @property
     def fingerprint(self) -> str:
-        """Of all token ids, labels and their order (``fingerprint.py``)."""
+        """The fingerprint of all token ids, labels and their order (``fingerprint.py``)."""
         if not self._fingerprint:
             gathered = Fingerprint()
             for batch in self.batches:
@@ -127,13 +127,13 @@ class Store:
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each example."""
+        """Length of each example in tokens."""
         arrays = [np.diff(batch.column("input_ids").offsets.to_numpy()) for batch in self.batches]
         return np.concatenate(arrays).astype(np.int32) if arrays else np.empty(0, np.int32)
 
     @cached_property
     def begins_learnt(self) -> NDArray[np.bool_]:
-        """Whether the first token that is an example's own is learnt."""
+        """For each example: whether its first own token is learnt."""
         arrays = []
         for batch in self.batches:
             runs = batch.column("runs")
@@ -143,18 +143,20 @@ class Store:
 
     @cached_property
     def largest_id(self) -> int:
-        """The largest token id of all; -1 where there is none."""
+        """The largest token id; -1 where there are no tokens."""
         largest = (pc.max(batch.column("input_ids").values).as_py() for batch in self.batches)
         return max((found for found in largest if found is not None), default=-1)
 
     def column(self, name: str) -> NDArray[np.int32]:
-        """One number of each example: num_supervised, document, segment or offset."""
+        """One number for each example: num_supervised, document, segment or offset."""
         arrays = [batch.column(name).to_numpy(zero_copy_only=True) for batch in self.batches]
         return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
 
 
 class Rows:
-    """Packed rows over a store: ``rows[i]`` is made when asked for; ``lengths`` and ``num_supervised`` are at hand."""
+    """Packed rows over a store: ``rows[i]`` is built when it is used; ``lengths`` and ``num_supervised`` are
+    precomputed.
+    """
 
     def __init__(self, store: Store, groups: Sequence[Sequence[int]]) -> None:
         self.store = store
@@ -163,7 +165,7 @@ class Rows:
 
     @classmethod
     def packed(cls, store: Store, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> Rows:
-        """Examples ``numbers`` in the rows ``rows``, as ``packing.row_numbers`` counts them."""
+        """Put the examples ``numbers`` into the rows with the numbers ``rows``, which ``packing.row_numbers`` gives."""
         packed = cls(store, ())
         packed._members = numbers[np.argsort(rows, kind="stable")]
         packed._firsts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
@@ -180,20 +182,20 @@ class Rows:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the store's token ids and labels, and of which examples each row holds, in their order.
+        """The fingerprint of the store's token ids and labels, and of the examples of each row in order.
 
-        Equal fingerprints and an equal schedule (its options: seed, batch_tokens, longest_first) are the same run.
+        Runs with the same fingerprint and schedule (seed, batch_tokens, longest_first) see the same data.
         """
         return combined([self.store.fingerprint, self._members, self._firsts])
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row."""
+        """Length of each row in tokens."""
         return self._sum(self.store.lengths)
 
     @cached_property
     def num_supervised(self) -> NDArray[np.int64]:
-        """Learnt tokens of each row."""
+        """Number of learnt tokens of each row."""
         return self._sum(self.store.column("num_supervised"))
 
     def _sum(self, values: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
-"""Tables: rows out of Parquet and Arrow files; only columns that somebody reads are converted.
+"""Tables: reads rows of Parquet and Arrow files; only columns that are needed are converted.
 
-A row group, record batch or row that is damaged costs itself, and is named. Arrow files are checked before their values
-are looked at, since they hold places in memory. Price: one pass over the bytes of a batch.
+A damaged row group, record batch or row is skipped and named. Arrow files are checked before their values are used,
+because they contain memory offsets. Price: one pass over the bytes of a batch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def parquet_rows(file: str | IO[bytes], name: str, wanted: Set[str], unread: Cou
     """A record for each row of a Parquet file.
 
     Args:
-        file: its path, or itself.
-        name: for people.
-        wanted: columns that are converted; all if empty.
-        unread: counts what is in the others.
+        file: the file or its path.
+        name: the file's name for messages.
+        wanted: columns that are converted; empty converts all.
+        unread: counts values in the other columns.
     """
     try:
         table = pq.ParquetFile(file, page_checksum_verification=True)
@@ -57,7 +57,7 @@ def parquet_rows(file: str | IO[bytes], name: str, wanted: Set[str], unread: Cou
 
 
 def _num_full(described: Any, column: str) -> int:
-    """Rows of a row group with something in ``column``, as far as its statistics say."""
+    """Number of rows of a row group with a value in ``column``, according to its statistics."""
     for number in range(described.num_columns):
         chunk = described.column(number)
         if chunk.path_in_schema == column and chunk.statistics is not None and chunk.statistics.has_null_count:
@@ -66,7 +66,7 @@ def _num_full(described: Any, column: str) -> int:
 
 
 def arrow_rows(file: pa.NativeFile, name: str, wanted: Set[str], unread: Counter[str]) -> Iterator[Record | Broken]:
-    """A record for each row of an Arrow file, in the stream format, which ``datasets`` writes, or the file format.
+    """A record for each row of an Arrow file, in the stream format (which ``datasets`` writes) or the file format.
 
     ``name``, ``wanted`` and ``unread`` are those of ``parquet_rows``.
     """
@@ -89,7 +89,7 @@ def arrow_rows(file: pa.NativeFile, name: str, wanted: Set[str], unread: Counter
 
 
 def _num_in(column: pa.Array) -> int:
-    """Rows with something in them, as far as that can be told."""
+    """Number of rows with a value, as far as it is known."""
     try:
         column.validate()
     except UNREADABLE:
@@ -97,11 +97,11 @@ def _num_in(column: pa.Array) -> int:
     return len(column) - int(column.null_count)
 
 
-_TWINS = "two of its columns are called the same"
+_TWINS = "two columns have the same name"
 
 
 def _batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch | str]:
-    """Each record batch, or why it cannot be read."""
+    """Yield each record batch, or why it cannot be read."""
     try:
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
@@ -121,7 +121,7 @@ def _batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch | str]:
 
 
 def _rows(batch: pa.RecordBatch, name: str, first: int) -> Iterator[Record | Broken]:
-    """The rows of a batch; where they cannot be converted together, those of its halves."""
+    """Yield the rows of a batch; where they cannot be converted together, each half is tried."""
     try:
         batch.validate(full=True)
         values: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")

@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: what it writes for a dialogue, in which form it takes calls, and what it hides.
+"""A tokenizer's chat template: what it writes for a dialogue, in which form it takes calls, and what it omits.
 
-What a template does not show would be lost: thoughts, descriptions of tools, names, system prompts. It is counted, and
-a question or a tool's result that is not shown refuses the dialogue.
+A template may omit thoughts, tool descriptions, names or system prompts. Omissions are counted; a dialogue of which a
+question or a tool's result is omitted is refused.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Written:
     """A dialogue as a template writes it.
 
     Attributes:
-        text: of the whole dialogue.
-        messages: in the form that the template takes.
-        tools: of the dialogue.
-        texts: where each message's own text stands.
-        thoughts: where each one's thought stands.
-        calls: where the name of each tool that is called stands.
-        hidden: what the template does not show, counted.
+        text: the text of the whole dialogue.
+        messages: the messages, in the form that the template takes.
+        tools: the tools of the dialogue.
+        texts: place of each message's own text.
+        thoughts: place of each message's thought.
+        calls: place of the name of each called tool.
+        hidden: counts of what the template omits.
     """
 
     text: str
@@ -44,13 +44,13 @@ class Written:
 
 
 class Template:
-    """What a chat template writes.
+    """Writes dialogues with a chat template.
 
     Args:
-        tokenizer: that it belongs to.
+        tokenizer: the tokenizer with the template.
 
     Raises:
-        DataError: when there is none, or it is no template.
+        DataError: there is no template, or it cannot be parsed.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -64,24 +64,26 @@ class Template:
             self._renderer = Renderer(tokenizer.chat_template, tokenizer.special_tokens_map)
         except DataError as error:
             raise DataError(f"the chat template of {self.name} {error}") from None
-        self._call_form: tuple[str | None, bool] | None = None  # see _with_calls; not known before the first call
+        self._call_form: tuple[str | None, bool] | None = (
+            None  # the form of calls, found by _with_calls at the first call
+        )
         self._num_overruns = 0
-        self.takes_parts = False  # templates of models that see pictures take lists of parts
+        self.takes_parts = False  # templates of vision models take lists of parts
         user: Message = {"role": "user", "content": END}
         self.takes_parts = not self._shows([user])
         self.takes_system = self._shows([{"role": "system", "content": END}, {"role": "user", "content": "x"}])
 
     @property
     def date(self) -> str:
-        """The date that the template was told, if it asked."""
+        """The fixed date that the template got, if it asked for the date."""
         return TODAY.strftime("%d %b %Y") if self._renderer.asks_for_the_date else ""
 
     def write(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Written:
         """Write a dialogue, and find its messages' texts in it.
 
         Raises:
-            DataError: when the template refuses the dialogue, or does not show what it says.
-            ModelError: the template takes too long, again and again.
+            DataError: the template refuses the dialogue, or omits messages.
+            ModelError: the template took too long several times.
         """
         self._renderer.begin(len(messages))
         try:
@@ -94,7 +96,7 @@ class Template:
         except Overrun as error:
             self._num_overruns += 1
             if self._num_overruns >= MOST_OVERRUNS:
-                raise ModelError(f"{error}; that was dialogue {self._num_overruns}, and the data is given up") from None
+                raise ModelError(f"{error}; this happened {self._num_overruns} times, so reading stops") from None
             raise
         return written
 
@@ -102,7 +104,7 @@ class Template:
         """The dialogue as text.
 
         Raises:
-            DataError: when the template refuses it.
+            DataError: the template refuses it.
         """
         try:
             shown = [_in_parts(message) for message in messages] if self.takes_parts else messages
@@ -113,7 +115,7 @@ class Template:
             raise DataError(f"the chat template of {self.name} refuses it: {error}") from None
 
     def attempt(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str | None:
-        """The text, or None where the template refuses it."""
+        """The dialogue as text; None where the template refuses it."""
         try:
             return self.text(messages, tools)
         except Overrun:
@@ -126,10 +128,10 @@ class Template:
         return END in (self.attempt(messages, None) or "")
 
     def _with_calls(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Sequence[Message]:
-        """The messages with calls in the form that the template shows them in.
+        """The messages, with calls in the form that the template shows.
 
-        Templates differ in whether a call without text wants an empty text or none, and its arguments as an object or
-        as JSON. Some leave calls out without a word; that shows in that nothing changes without them.
+        Templates differ in whether a call without text needs an empty text or null, and its arguments as an object or
+        as JSON text. Some omit calls silently; their output is the same without the calls.
         """
         if not any(message.get("tool_calls") for message in messages):
             return messages
@@ -142,8 +144,8 @@ class Template:
             if text is not None and text != silent:
                 self._call_form = form
                 return shaped
-        self.text(messages, tools)  # which says why, if the template refuses the dialogue in any form
-        raise DataError(f"the chat template of {self.name} shows no calls of tools, so they would be lost")
+        self.text(messages, tools)  # raises the reason if the template refuses every form
+        raise DataError(f"the chat template of {self.name} omits tool calls, so they would be lost")
 
     def _places(
         self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
@@ -156,10 +158,10 @@ class Template:
         raise DataError(f"the chat template of {self.name} rewrites it so that the assistant's turns cannot be found")
 
     def _hidden(self, written: Written, way: Marked) -> Counter[str]:
-        """What is not shown.
+        """Counts of what the template omits.
 
         Raises:
-            DataError: it is what somebody else said, or an answer.
+            DataError: it omits a question, a tool's result or an answer.
         """
         hidden: Counter[str] = Counter()
         at = 0
@@ -169,10 +171,10 @@ class Template:
             if isinstance(own, str) and own.strip():
                 found, at = _find(own, written.text, at) if role not in way.roles else (place != Place(), at)
                 if not found and role != "system" and not message.get("tool_calls"):
-                    raise DataError(f"the chat template of {self.name} does not show message {number + 1}, of {role}")
-                hidden["system prompts" if role == "system" else "texts beside calls of tools"] += not found
+                    raise DataError(f"the chat template of {self.name} omits message {number + 1}, of {role}")
+                hidden["system prompts" if role == "system" else "texts beside tool calls"] += not found
                 is_cut = way.with_start and role in way.roles and place.start is None and place.end is not None
-                hidden["beginnings of texts (earlier thoughts, as a rule)"] += is_cut
+                hidden["beginnings of texts (mostly earlier thoughts)"] += is_cut
             if message.get(THOUGHT):
                 is_shown = thought != Place() if way.with_all else _find(message[THOUGHT], written.text, 0)[0]
                 hidden["thoughts"] += not is_shown
@@ -182,12 +184,12 @@ class Template:
         for name, call in zip(names, written.calls, strict=True):
             hidden["calls of tools"] += call == Place() if way.with_all else name not in written.text
         if written.tools and self.attempt(written.messages, None) == written.text:
-            hidden["descriptions of tools"] += len(written.tools)
+            hidden["tool descriptions"] += len(written.tools)
         return +hidden
 
 
 def _find(own: str, text: str, at: int) -> tuple[bool, int]:
-    """Whether a message's text stands in ``text``, as it is or as JSON; and behind where, looked for from ``at`` on."""
+    """Whether a message's text is in ``text`` from ``at`` on, as it is or as JSON; and the position after it."""
     for form in (own.strip(), json.dumps(own.strip(), ensure_ascii=False)[1:-1], json.dumps(own.strip())[1:-1]):
         for start in {at, 0}:
             place = text.find(form, start)
@@ -197,7 +199,7 @@ def _find(own: str, text: str, at: int) -> tuple[bool, int]:
 
 
 def _in_form(message: Message, no_text: str | None, as_json: bool) -> Message:
-    """A message with calls, with ``no_text`` for an empty text, and arguments as JSON or as they are."""
+    """A message with calls, with ``no_text`` in place of an empty text, and arguments as JSON text or as an object."""
     if not message.get("tool_calls"):
         return message
     calls = message["tool_calls"]

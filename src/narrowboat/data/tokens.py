@@ -1,8 +1,8 @@
 """Tokenising with places: every token id of a text, and where in the text each token ends.
 
-Done once for a whole document, in batches over all cores. A byte-level tokenizer's places follow from its vocabulary (a
-token's bytes are its characters), which is faster than asking for them and never wrong: the sum is checked against the
-text. Other tokenizers are asked for their offsets.
+It is done once for a whole document, in batches on all cores. For a byte-level tokenizer, places follow from its
+vocabulary (a token's bytes), which is faster than its offsets; the sum is checked against the text. Other tokenizers
+give their offsets.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from narrowboat.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """A text's tokens. Token ``i`` is the text from ``edges[i]`` to ``edges[i + 1]``, in characters.
+    """A text's tokens. Token ``i`` is the text from character ``edges[i]`` to ``edges[i + 1]``.
 
-    ``is_whole[i]`` is false where edge ``i`` lies inside a character that several tokens share: no cut may fall there,
+    ``is_whole[i]`` is False where edge ``i`` is inside a character that several tokens share. No cut may be made there,
     and the edge is that character's start.
     """
 
@@ -46,22 +46,22 @@ class Tokenised:
         """The tokens that hold any of the characters ``start:end``, as a range."""
         first = int(self.edges[1:].searchsorted(start, side="right"))
         while first and self.edges[first] == start and not self.is_whole[first]:
-            first -= 1  # the token before holds a piece of the first character
+            first -= 1  # the token before has a part of the first character
         return first, int(self.edges[:-1].searchsorted(end, side="left"))
 
 
 class Encoder:
-    """A transformers tokenizer as what long text needs of it.
+    """Encodes long texts with a transformers tokenizer.
 
     Raises:
-        DataError: when the tokenizer is not a fast one, and so cannot say where its tokens stand.
+        DataError: the tokenizer is not a fast one, so it cannot say where its tokens are in the text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise DataError(
-                f"{type(tokenizer).__name__} cannot say where its tokens stand in the text; Narrowboat needs a fast "
+                f"{type(tokenizer).__name__} cannot say where its tokens are in the text; Narrowboat needs a fast "
                 "tokenizer (one with a tokenizer.json)"
             )
         if backend.truncation or backend.padding:
@@ -74,16 +74,16 @@ class Encoder:
         around = backend.encode("x").ids
         inner = backend.encode("x", add_special_tokens=False).ids
         place = next((i for i in range(len(around)) if around[i : i + len(inner)] == inner), 0)
-        self.before: list[int] = around[:place]  # what the tokenizer itself puts around a text: often one BOS
+        self.before: list[int] = around[:place]  # tokens that the tokenizer adds around a text: often one BOS
         self.after: list[int] = around[place + len(inner) :]
         special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_names = tuple(special.values())
         self._is_special = np.zeros(max([*special, len(tokenizer)]) + 1, np.bool_)
         self._is_special[[*special]] = True
-        self._plain: Any = None  # the same without special tokens, once it is needed
+        self._plain: Any = None  # the same tokenizer without special tokens, made when it is needed
 
     def encode_text(self, texts: Sequence[str], special: bool = False) -> list[Tokenised]:
-        """Tokens of people's texts; names of special tokens in them are text, unless ``special``, and counted."""
+        """Tokens of texts. Names of special tokens in them are counted, and are text unless ``special``."""
         tokenised = self.encode(texts)
         for i, found in enumerate(tokenised):
             if num := int(self._is_special[found.input_ids].sum()):
@@ -91,13 +91,13 @@ class Encoder:
         return tokenised
 
     def encode_around(self, text: str, places: Sequence[tuple[int, int]]) -> Tokenised:
-        """Tokens of a text in which what stands at ``places``, names of special tokens, is text."""
+        """Tokens of a text in which the names of special tokens at ``places`` are text."""
         found = self.encode([text])[0]
         pieces: list[Tokenised] = []
         done = 0
         for place in places:
             first, last = found.span(*place)
-            start, end = int(found.edges[first]), int(found.edges[last])  # the token may have blanks around it
+            start, end = int(found.edges[first]), int(found.edges[last])  # the token may have spaces around it
             pieces += [found.part(done, first), self._as_text(text[start:end], start)]
             done = last
         pieces.append(found.part(done, len(found)))
@@ -110,13 +110,13 @@ class Encoder:
         )
 
     def _as_text(self, text: str, start: int = 0) -> Tokenised:
-        """Tokens of a text in which no name of a special token is special; it stands at ``start`` of a longer one."""
+        """Tokens of a text without special tokens; the text begins at ``start`` of a longer one."""
         if self._plain is None:
             self._plain = type(self._backend).from_str(self._backend.to_str())
             self._plain.encode_special_tokens = True
         if self._num_bytes is not None or not start:
             tokenised = self._tokenised(self._plain, text)
-        else:  # some tokenizers put a blank before a text, but not behind a line's end
+        else:  # some tokenizers put a space before a text, but not after a line's end
             tokenised = self._tokenised(self._plain, "\n" + text)
             tokenised = tokenised.part(tokenised.span(1, 2)[0], len(tokenised))
             start -= 1
@@ -129,7 +129,9 @@ class Encoder:
         return self._by_bytes(text, encoding.ids, backend)
 
     def encode(self, texts: Sequence[str]) -> list[Tokenised]:
-        """Tokens of each text, without special ones around it; special tokens' names inside are read as such."""
+        """Tokens of each text, without special tokens around it; names of special tokens inside it become the
+        tokens.
+        """
         if self._num_bytes is None:
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
             return [self._by_offsets(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
@@ -157,7 +159,9 @@ class Encoder:
         return Tokenised(input_ids, edges, is_whole)
 
     def _by_offsets(self, text: str, encoding: Any) -> Tokenised:
-        """From the tokenizer's own offsets; what no token claims (trimmed blanks) goes with the token after it."""
+        """Places by the tokenizer's own offsets; characters of no token (trimmed spaces) go with the token after
+        them.
+        """
         input_ids = np.array(encoding.ids, np.int32)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         ends = np.maximum.accumulate(offsets[:, 1])
@@ -176,7 +180,7 @@ class Encoder:
 
 
 def _bytes_of_ids(backend: Any) -> NDArray[np.int64] | None:
-    """Bytes that each token id stands for, if the tokenizer is a byte-level one that leaves the text as it is."""
+    """Bytes of each token id, if the tokenizer is a byte-level one that does not change the text; else None."""
     splitters = _parts(backend.pre_tokenizer, "pretokenizers")
     if not any(part["type"] == "ByteLevel" for part in splitters) or any(p.get("add_prefix_space") for p in splitters):
         return None
@@ -189,6 +193,6 @@ def _bytes_of_ids(backend: Any) -> NDArray[np.int64] | None:
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """A tokenizer's component as plain values, taken apart if it is a sequence of several."""
+    """A tokenizer's component as plain values, split if it is a sequence of several."""
     described = json.loads(component.__getstate__()) if component is not None else {"type": None}
     return described.get(name, [described])

@@ -1,9 +1,9 @@
-"""Trains: a document's segments in their order, for a model that carries keys and values from one to the next.
+"""Trains: a document's segments in order, for a model that passes a carry (keys and values) from one to the next.
 
-A segment by itself shows some tokens of its neighbour, or its first token could not be predicted. In a train nothing
-is shown twice: segments are put back at their places in the document, and the last token of one predicts the first of
-the next. A train that is longer than a step batch is dealt out in stretches over several steps, one after the other.
-Segments without anything to learn, as of a long question, are no step by themselves: they go with the next that has.
+A segment by itself shows some tokens of its neighbour, because its first token could not be predicted otherwise. In a
+train no token is shown twice: segments are put back at their places in the document, and the last token of a segment
+predicts the first of the next. A document longer than a step batch becomes several trains, in consecutive steps.
+Segments without anything to learn, such as those of a long question, are joined to the next segment that has something.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from narrowboat.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Train(Row):
-    """Consecutive segments of one document; ``lengths`` are theirs.
+    """Consecutive segments of one document; ``lengths`` are the segments' lengths in tokens.
 
     Attributes:
-        document: its number.
+        document: number of the document.
         segment: number of the first segment, counted from 0.
-        offset: place of the first token in the document.
-        following: the label of the token behind the last one, or ``IGNORED``.
+        offset: position of the first token in the document.
+        following: the label of the token after the last one, or ``IGNORED``.
         is_end: whether the document ends here.
-        source: file and line, for people.
+        source: file and line, for messages.
     """
 
     document: int = 0
@@ -43,17 +43,17 @@ class Train(Row):
 
     @property
     def targets(self) -> Tokens:
-        """What each position has to predict, ``[tokens]``."""
+        """The token that each position has to predict, or ``IGNORED``; ``[tokens]``."""
         return np.append(self.labels[1:], np.int32(self.following)).astype(np.int32)
 
     @property
     def num_supervised(self) -> int:
-        """How many tokens are predicted and learnt."""
+        """Number of tokens that are predicted and learnt."""
         return int((self.targets != IGNORED).sum())
 
     @property
     def position_ids(self) -> Tokens:
-        """Places in the document."""
+        """Positions in the document, ``[tokens]``."""
         return np.arange(self.offset, self.offset + self.num_tokens, dtype=np.int32)
 
     @classmethod
@@ -64,7 +64,7 @@ class Train(Row):
         preceding: Example | None = None,
         following: Example | None = None,
     ) -> Train:
-        """Put segments behind one another, what they share only once.
+        """Join segments into one train, with shared tokens only once.
 
         Args:
             examples: consecutive segments of one document.
@@ -93,22 +93,22 @@ class Train(Row):
 
 
 class Trains(Rows):
-    """Rows that are trains; ``rows[i]`` is coupled when asked for."""
+    """Rows that are trains; ``rows[i]`` is joined when it is used."""
 
     @property
     def documents(self) -> NDArray[np.int32]:
-        """Each train's document."""
+        """Number of each train's document."""
         return self.store.column("document")[self._members[self._firsts[:-1]]]
 
     @property
     def longest_document(self) -> tuple[int, int]:
-        """Tokens, and segments, of the longest one."""
+        """Tokens and segments of the longest document."""
         ends = self.store.column("offset")[self._members] + self.store.lengths[self._members]
         numbers = self.store.column("segment")[self._members] + 1
         return (int(ends.max()), int(numbers.max())) if len(ends) else (0, 0)
 
     def share_beyond(self, budget_tokens: int, retention_ratio: float = 1.0) -> float:
-        """Which share of the documents' tokens is more than a carry of ``budget_tokens`` holds at their ends."""
+        """The share of the documents' tokens that a carry of ``budget_tokens`` cannot hold at their ends."""
         documents = self.store.column("document")[self._members]
         lengths = np.zeros(int(documents.max()) + 1, np.int64)
         np.maximum.at(
@@ -119,7 +119,7 @@ class Trains(Rows):
 
     @property
     def longest_segment(self) -> int:
-        """Tokens of the longest one."""
+        """Tokens of the longest segment."""
         return int(self.store.lengths[self._members].max()) if len(self._members) else 0
 
     def __getitem__(self, number: int) -> Train:
@@ -137,13 +137,13 @@ class Trains(Rows):
 
 
 def stretches(store: Store, numbers: NDArray[np.int64], most_tokens: int | None) -> list[list[int]]:
-    """Examples ``numbers`` of a store as trains of consecutive segments, documents in order.
+    """Group the examples ``numbers`` of a store into trains of consecutive segments, documents in order.
 
     Args:
-        store: holds them.
-        numbers: rising; whole documents.
-        most_tokens: of one train; one segment always goes, and what has nothing to learn goes with what follows it, or
-            at a document's end with what is before it. None leaves documents whole.
+        store: the store of the examples.
+        numbers: rising numbers of examples; whole documents.
+        most_tokens: longest train in tokens, unless one segment is longer. Segments without anything to learn are
+            joined to the next segment, or at a document's end to the one before. None keeps documents whole.
     """
     documents, lengths = store.column("document")[numbers], store.lengths[numbers]
     learns, hands_on = _learnt(store, numbers)
@@ -166,21 +166,21 @@ def stretches(store: Store, numbers: NDArray[np.int64], most_tokens: int | None)
 
 
 def _close(trains: list[list[int]], is_learnt: bool, goes_on: bool) -> None:
-    """A document ends: what is left of it without anything to learn goes with what is before it."""
+    """End a document: remaining segments without anything to learn are joined to the train before."""
     if goes_on and not is_learnt:
         rest = trains.pop()
         trains[-1] += rest
 
 
 def num_silent(store: Store, numbers: NDArray[np.int64]) -> int:
-    """How many of the examples ``numbers`` have nothing to predict that is learnt."""
+    """How many of the examples ``numbers`` have no learnt token to predict."""
     learns, hands_on = _learnt(store, numbers)
     return int((~(learns | hands_on)).sum())
 
 
 def _learnt(store: Store, numbers: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """For each of the examples ``numbers``: whether a token behind its first is learnt, and whether its last token has
-    to predict the first of the same document's next segment.
+    """For each of the examples ``numbers``: whether a token after its first is learnt, and whether its last token
+    predicts a learnt first token of the document's next segment.
     """
     begins = store.begins_learnt[numbers]
     documents = store.column("document")[numbers]
@@ -189,13 +189,13 @@ def _learnt(store: Store, numbers: NDArray[np.int64]) -> tuple[NDArray[np.bool_]
 
 
 class TrainSchedule:
-    """Trains of every step batch, as ``StepSchedule`` is of rows: ``schedule[step]``, counted on across epochs.
+    """The trains of every step batch, as ``StepSchedule`` is for rows: ``schedule[step]``, counted across epochs.
 
-    Documents are dealt anew every epoch; the stretches of one follow each other, a step each.
+    Every epoch shuffles the documents anew; the trains of one document follow each other, one step each.
 
     Args:
-        trains: of a ``Trains``.
-        batch_tokens: of a step batch; a document that is longer has its steps for itself.
+        trains: the trains of a ``Trains``.
+        batch_tokens: tokens of a step batch; a longer document has its steps to itself.
         seed: decides the order, together with the epoch's number.
     """
 
@@ -206,7 +206,7 @@ class TrainSchedule:
             documents.setdefault(document, []).append(number)
         short = [stretch[0] for stretch in documents.values() if len(stretch) == 1]
         groups = best_fit(trains.lengths[short], batch_tokens) if short else []
-        self._runs = [[[short[i] for i in group]] for group in groups]  # of steps that follow each other
+        self._runs = [[[short[i] for i in group]] for group in groups]  # consecutive steps
         self._runs += [[[number] for number in stretch] for stretch in documents.values() if len(stretch) > 1]
         self._steps = sum(map(len, self._runs))
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
@@ -224,7 +224,7 @@ class TrainSchedule:
 
 
 def segments(train: Train) -> Iterator[tuple[slice, bool]]:
-    """Each segment's tokens in the train, and whether another segment of the document follows."""
+    """The range of tokens of each segment in the train, and whether another segment of the document follows."""
     stop = 0
     for i, length in enumerate(train.lengths):
         start, stop = stop, stop + length
@@ -235,17 +235,19 @@ def _refuse_gaps(examples: Sequence[Example], from_start: bool) -> None:
     start = examples[0]
     if from_start and (start.segment or start.offset):
         what = f"segment {start.segment} at token {start.offset:,}"
-        raise DataError(f"document {start.document} ({start.source}): what stands before {what} is lost; prepare anew.")
+        raise DataError(
+            f"document {start.document} ({start.source}): the part before {what} is missing; prepare the data again."
+        )
     for before, after in pairwise(examples):
         end = before.offset + before.num_tokens
         name = f"document {after.document} ({after.source})" if after.source else f"document {after.document}"
         if after.document != before.document or after.segment < before.segment:
             raise DataError(
-                f"{name}: segment {after.segment} stands behind segment {before.segment} of document "
+                f"{name}: segment {after.segment} comes after segment {before.segment} of document "
                 f"{before.document}; a carry needs a document's segments in their order."
             )
         if after.segment != before.segment + 1 or after.offset > end:
             raise DataError(
                 f"{name}: between segment {before.segment}, which ends at token {end:,}, and segment {after.segment}, "
-                f"which starts at token {after.offset:,}, something is lost; prepare the data anew."
+                f"which starts at token {after.offset:,}, tokens are missing; prepare the data again."
             )

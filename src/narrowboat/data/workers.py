@@ -1,6 +1,6 @@
-"""Workers: batches of documents become batches of examples, over all cores, in order.
+"""Workers: turn batches of documents into batches of examples on all cores, in order.
 
-The result is the same for any number of workers. Little data is not worth starting processes: there the tokenizer alone
+The result is the same for any number of workers. For little data no processes are started; the tokenizer alone then
 uses all cores.
 """
 
@@ -24,12 +24,12 @@ from narrowboat.data.store import to_batch
 from narrowboat.errors import DataError
 from narrowboat.options.schema import Options
 
-WORTH_BYTES = 64 << 20  # input from which processes are started
+WORTH_BYTES = 64 << 20  # size of input from which processes are started
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a batch of documents became; ``first`` is the number of its first document."""
+    """The examples of a batch of documents; ``first`` is the number of its first document."""
 
     first: int
     examples: pa.RecordBatch
@@ -37,7 +37,7 @@ class Made:
 
 
 def num_workers(options: Options, num_bytes: int) -> int:
-    """Processes for an input of so many bytes; 1 is this one."""
+    """Number of processes for an input of ``num_bytes``; 1 means this process alone."""
     if options.data.workers:
         return options.data.workers
     if num_bytes < WORTH_BYTES:
@@ -48,10 +48,10 @@ def num_workers(options: Options, num_bytes: int) -> int:
 def make_all(
     batches: Iterable[Sequence[tuple[int, Document]]], maker: Maker, tokenizer: Any, num: int
 ) -> Iterator[Made]:
-    """What each of ``batches`` becomes, in their order, by ``num`` processes.
+    """Process each of ``batches`` with ``num`` processes; results are in the order of ``batches``.
 
     Raises:
-        DataError: when the processes end without a result.
+        DataError: the processes ended without a result.
     """
     if num == 1:
         yield from (_make(maker, batch) for batch in batches)
@@ -69,7 +69,7 @@ def make_all(
                 yield waiting.popleft().result()
         except BrokenProcessPool:
             raise DataError(
-                f"the {num} processes that prepare data ended without a result, perhaps for want of memory; "
+                f"the {num} processes that prepare data ended without a result, perhaps because memory ran out; "
                 "data.workers: 1 prepares in this process"
             ) from None
         finally:
@@ -82,12 +82,12 @@ def _make(maker: Maker, batch: Sequence[tuple[int, Document]]) -> Made:
     return Made(batch[0][0], to_batch(maker.make(batch, account)), account)
 
 
-_maker: Maker | None = None  # of a worker process
+_maker: Maker | None = None  # set in a worker process
 
 
 def _start(options: Options, tokenizer: Any, max_tokens: int) -> None:
     global _maker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel already
     _maker = Maker(options, tokenizer, max_tokens)
 
 

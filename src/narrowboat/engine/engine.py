@@ -227,17 +227,24 @@ class Engine:
 
     def reading(self, num_tokens: int) -> Reading:
         """A document of up to ``num_tokens`` tokens, of which nothing has been read yet."""
-        return Reading(len(self._installed.anatomy.layers), self.owner.inputs, num_tokens)
+        return Reading.of(len(self._installed.anatomy.layers), self.owner.inputs, num_tokens)
 
     @torch.no_grad()
-    def read_on(self, reading: Reading, input_ids: torch.Tensor, place: int | None = None) -> torch.Tensor:
-        """Read ``[1, tokens]`` ids behind what was read, at positions from ``place`` on; logits ``[vocabulary]``."""
+    def read_on(self, reading: Reading, input_ids: torch.Tensor, places: Sequence[int] = ()) -> torch.Tensor:
+        """Read ``[rows, tokens]`` ids behind what was read; the last token's logits, ``[rows, vocabulary]``.
+
+        Args:
+            reading: of as many documents as there are rows.
+            input_ids: what comes next in each.
+            places: positions of their first tokens, if they are not those behind what was read.
+        """
         self.model.eval()
-        num_tokens, first = input_ids.shape[1], reading.offset if place is None else place
+        num_tokens = input_ids.shape[1]
         reading.expect(num_tokens)
-        positions = torch.arange(first, first + num_tokens, device=self.device)[None]
+        firsts = torch.tensor(places or [reading.offset], device=self.device)[:, None]
+        positions = firsts + torch.arange(num_tokens, device=self.device)
         out = self.model(input_ids=input_ids.to(self.device), position_ids=positions, carry=reading)
-        logits: torch.Tensor = out.logits[0, -1]
+        logits: torch.Tensor = out.logits[:, -1]
         return logits
 
     def _segment_losses(self, stretch: Stretch, handover: Handover) -> torch.Tensor:

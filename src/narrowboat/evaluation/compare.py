@@ -17,7 +17,7 @@ from narrowboat.data.examples import Row
 from narrowboat.data.store import Rows
 from narrowboat.engine.engine import Engine
 from narrowboat.errors import DataError
-from narrowboat.evaluation.answers import Question, answer, question_of
+from narrowboat.evaluation.answers import Question, answer_all, groups_of, question_of
 from narrowboat.evaluation.intervals import Compared, compared
 from narrowboat.evaluation.perplexity import Perplexity, perplexity
 from narrowboat.evaluation.scores import Answer, Score, Sums, ratio, scores
@@ -126,12 +126,23 @@ def compare(
     refuse_nothing_held_out(rows)
     questions = list(itertools.islice(_questions(rows), options.answers))
 
+    def some_of(left: Sequence[int]) -> dict[int, Answer]:
+        """As many as go together under the plan in force."""
+        group = groups_of(engine, [questions[i] for i in left], options.answer_tokens)[0]
+        asked = [left[i] for i in group]
+        said = answer_all(engine, [questions[i] for i in asked], tokenizer, options.answer_tokens)
+        return dict(zip(asked, said, strict=True))
+
+    def answered() -> list[Answer]:
+        found: dict[int, Answer] = {}
+        while left := [i for i in range(len(questions)) if i not in found]:
+            found |= patiently(partial(some_of, left), [questions[i].row for i in left])
+        return [found[i] for i in range(len(questions))]
+
     def measure() -> Measured:
         losses = [patiently(partial(engine.token_losses, row), [row]) for row in (rows[i] for i in range(len(rows)))]
-        ask = partial(answer, engine, tokenizer=tokenizer, most_tokens=options.answer_tokens)
-        answers = (patiently(partial(ask, question), [question.row]) for question in questions)
         sums = np.array([(found.losses.sum(dtype=np.float64), len(found.losses)) for found in losses])
-        return Measured(perplexity(losses), tuple(answers), sums)
+        return Measured(perplexity(losses), tuple(answered()), sums)
 
     adapter = measure()
     with model.disable_adapter():

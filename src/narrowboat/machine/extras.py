@@ -1,6 +1,6 @@
-"""Libraries that not everybody needs: found, or refused with the group that installs them.
+"""Optional libraries: imported when their option is chosen; a missing one is refused with the extra that installs it.
 
-They are imported when their option is chosen, and not before: torchao and bitsandbytes take seconds and say much.
+They are not imported earlier, because torchao and bitsandbytes take seconds and print warnings.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ GROUP_OF = {
 
 
 def require(module: str, option: str) -> Any:
-    """The module ``module``, for ``option`` (``optimizer.name: lion``), which cannot do without.
+    """Import ``module``, which ``option`` (such as ``optimizer.name: lion``) needs.
 
     Raises:
-        MachineError: it is not installed or cannot be loaded; says how to install it.
+        MachineError: it is not installed or cannot be loaded; the message says how to install it.
     """
     package = module.partition(".")[0]
     try:
@@ -46,14 +46,14 @@ def require(module: str, option: str) -> Any:
 
 
 def _group(package: str) -> str:
-    """``tree_sitter_python`` comes with ``tree_sitter``."""
+    """The extra that installs ``package``; ``tree_sitter_python`` comes with ``tree_sitter``."""
     return next(group for name, group in GROUP_OF.items() if package.startswith(name))
 
 
 def import_hushed() -> None:
-    """Import transformers and PEFT, which import torchao and bitsandbytes, and let nobody hear what those miss here.
+    """Import transformers and PEFT without the warnings that torchao and bitsandbytes print when they import those.
 
-    What is imported once is silent from then on; so this comes before whatever else imports them.
+    A second import prints nothing, so this must come before any other import of them.
     """
     with quiet():
         for module in ("transformers.modeling_utils", "peft"):
@@ -62,7 +62,7 @@ def import_hushed() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, libraries' warnings and notes are not heard: about cards that are not here, and names of yesterday."""
+    """Silence warnings and logs of libraries inside, such as those about missing cards and deprecated names."""
     loud = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

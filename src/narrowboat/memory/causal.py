@@ -164,8 +164,8 @@ class CausalForward:
         return {name: value for name, value in found.items() if takes_all or name in known}
 
     def _read_on(self, inputs: dict[str, Any], reading: Reading, kwargs: dict[str, Any]) -> CausalLMOutputWithPast:
-        """Logits ``[1, 1, vocabulary]`` of the last token."""
-        self.given = Given(None, [0], reading)
+        """Logits ``[rows, 1, vocabulary]`` of the last token."""
+        self.given = Given(None, [0] * reading.num_rows, reading)
         try:
             with self.tail.left_to_the_loss():
                 out = self._backbone(**self._for_backbone(inputs | kwargs))

@@ -139,10 +139,12 @@ def dropped(x: torch.Tensor, here: Whereabouts, draw: Draw) -> torch.Tensor:
     is_square = x.dim() >= 3 and shape[-2:] == (num_tokens, here.stop)
     if is_square and x.dim() == 4 and shape[0] == num_rows:
         kept = draw.weights(shape[1], (here.start, here.stop), (0, here.stop), x.device)
-    elif shape[:2] == (num_rows, num_tokens) or shape[0] == num_rows * num_tokens:
+    elif shape[:2] == (num_rows, num_tokens):
         kept = draw.features(here.start, here.stop, x.numel() // (num_rows * num_tokens), x.device)
-    elif is_square and x.dim() == 3 and shape[0] % num_rows == 0:
+    elif is_square and x.dim() == 3 and shape[0] % num_rows == 0:  # even where there are as many heads as tokens
         kept = draw.weights(shape[0] // num_rows, (here.start, here.stop), (0, here.stop), x.device)
+    elif shape[0] == num_rows * num_tokens:
+        kept = draw.features(here.start, here.stop, x.numel() // (num_rows * num_tokens), x.device)
     else:
         raise AnatomyError(
             f"Dropout of {draw.p} is applied to a tensor of shape {tuple(shape)}, not to {num_rows} rows of "

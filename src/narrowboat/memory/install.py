@@ -10,6 +10,7 @@ import torch
 
 from narrowboat.events import Tell
 from narrowboat.memory.contract import Contract
+from narrowboat.memory.foreign import refuse_foreign
 from narrowboat.memory.installed import Installed
 from narrowboat.memory.trusted import contract_for
 from narrowboat.plan import MemoryPlan
@@ -31,6 +32,8 @@ def install(
 
     Raises:
         AnatomyError: when the model's structure is not understood, or it would not be right under the plan.
-        ModelError: when a plan is installed on the model already, or the plan does not go with it.
+        ModelError: when a plan is installed on the model already, the plan does not go with it, or others compiled,
+            sharded or patched the model.
     """
+    refuse_foreign(model)
     return Installed(model, plan, contract or contract_for(model), tell)

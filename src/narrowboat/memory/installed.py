@@ -8,9 +8,8 @@ that trains nothing is the model's own, so generation goes on as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -23,17 +22,18 @@ from narrowboat.memory.arguments import bound, parameters_of
 from narrowboat.memory.causal import CausalForward, Given
 from narrowboat.memory.contract import Contract
 from narrowboat.memory.dropout import PlacedDropout, PlacedFunctions, Whereabouts
-from narrowboat.memory.layer_call import CACHE_NAMES, LayerCall, Surroundings
+from narrowboat.memory.layer_call import CACHE_NAMES, LayerCall
 from narrowboat.memory.layer_stream import stream_layer
-from narrowboat.memory.layout import Layout
-from narrowboat.memory.recompute import recompute_layer
+from narrowboat.memory.micro_batch import MicroBatch, refuse_unseparated, tokens_and_layout
+from narrowboat.memory.recompute import recompute_layer, without_checkpointing
 from narrowboat.memory.router import Routers
 from narrowboat.memory.schemes import Scheme
+from narrowboat.memory.surroundings import Surroundings
 from narrowboat.memory.tail import Tail
 from narrowboat.memory.unread import Unread
 from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.model.forwards import forward_of
-from narrowboat.owner.inputs import Store
+from narrowboat.model.inner_bitsandbytes import without_repacking
 from narrowboat.owner.owner import Owner
 from narrowboat.owner.stride import Strided
 from narrowboat.owner.values import has_values
@@ -41,18 +41,6 @@ from narrowboat.plan import MemoryPlan
 from narrowboat.underway import Underway
 
 INSTALLED = "_narrowboat_installed"
-
-
-@dataclass
-class _MicroBatch:
-    """What all layers need to know of the micro-batch that is on its way."""
-
-    layout: Layout
-    seeds: Sequence[int]
-    store: Store
-    given: Given
-    further_outputs: list[torch.Tensor] = field(default_factory=list)
-    latest: torch.Tensor | None = None
 
 
 class Installed:
@@ -99,7 +87,7 @@ class Installed:
         self._undo = ExitStack()
         self.underway = Underway(len(self._layers))
         self._whereabouts = Whereabouts(is_off=not drops)
-        self._batch: _MicroBatch | None = None
+        self._batch: MicroBatch | None = None
         self._is_on = self._collects = False
 
     def __enter__(self) -> Installed:
@@ -137,6 +125,7 @@ class Installed:
     def _put_on(self, undo: ExitStack) -> None:
         attention.register()
         undo.callback(self._forget)
+        undo.enter_context(without_repacking(self._causal))
         self._routers = Routers(self._causal)
         undo.callback(self._routers.close)
         undo.callback(self.owner.end)
@@ -194,26 +183,14 @@ class Installed:
             out["router_logits"] = tuple(batch.further_outputs)
         return out
 
-    def _micro_batch(self, arguments: dict[str, Any], given: Given) -> _MicroBatch:
-        tokens = arguments.get("input_ids")
-        tokens = arguments["inputs_embeds"] if tokens is None else tokens
-        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        mask = mask if isinstance(mask, torch.Tensor) else None
-        layout = Layout.of(tokens.shape[0], tokens.shape[1], mask, positions, given.lengths)
-        self._refuse_unseparated(layout)
+    def _micro_batch(self, arguments: dict[str, Any], given: Given) -> MicroBatch:
+        tokens, layout = tokens_and_layout(arguments, given.lengths)
+        if not self.contract.separates:
+            refuse_unseparated(layout, type(self._causal).__name__)
         given.seeds = seeds = self._draw_seeds(tokens) if given.seeds is None else list(given.seeds)
         self._at(seeds, given.offset, 0, layout.num_tokens)
         stride, store = self.plan.input_stride, self.owner.inputs
-        return _MicroBatch(layout, seeds, Strided(store, stride) if stride > 1 else store, given)
-
-    def _refuse_unseparated(self, layout: Layout) -> None:
-        """A state that runs along the tokens would carry one document into the next."""
-        most = max((len(documents) for documents in layout.rows), default=0)
-        if most > 1 and not self.contract.separates:
-            raise AnatomyError(
-                f"A row holds {most} documents, and in {type(self._causal).__name__} they would see each other; give "
-                "such a model one document a row (packing.enabled: false)."
-            )
+        return MicroBatch(layout, seeds, Strided(store, stride) if stride > 1 else store, given)
 
     def _layer(self, index: int, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A decoder layer's forward."""
@@ -238,7 +215,7 @@ class Installed:
         self._forward.tail.latest = batch.latest
         return out
 
-    def _run(self, index: int, call: LayerCall, batch: _MicroBatch, is_ours: bool) -> list[torch.Tensor]:
+    def _run(self, index: int, call: LayerCall, batch: MicroBatch, is_ours: bool) -> list[torch.Tensor]:
         """As the plan says; ``is_ours``: the input is another layer's output."""
         plan, contract = self.plan, self._contracts[index]
         link = None if batch.given.carry is None else batch.given.carry.links[index]
@@ -259,11 +236,11 @@ class Installed:
         """Whether somebody may look at the layer's input after it has run."""
         return self.contract.keeps_inputs or self._collects or bool(self._layers[index].module._forward_hooks)
 
-    def _surroundings(self, index: int, batch: _MicroBatch) -> Surroundings:
+    def _surroundings(self, index: int, batch: MicroBatch) -> Surroundings:
         module = self._layers[index].module
         link = None if batch.given.carry is None else batch.given.carry.links[index]
         return Surroundings(
-            layout=batch.layout if link is None else Layout.of(1, link.num_tokens),
+            layout=batch.layout if link is None else link.layout,
             before=partial(self._before_tile, index, batch.seeds, batch.given.offset, batch.layout.num_tokens),
             draws=self._whereabouts.draw if self._causal.training and not self._whereabouts.is_off else None,
             collect=partial(self._routers.collect, module),
@@ -289,7 +266,7 @@ class Installed:
 
         @wraps(own_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self._attention(is_ours), _without_checkpointing(module), self._placed():
+            with self._attention(is_ours), without_checkpointing(module), self._placed():
                 return own_forward(*args, **kwargs)
 
         return forward
@@ -321,16 +298,3 @@ class Installed:
         if not (self._has_dropout and self._causal.training and has_values(tokens)):
             return [0] * tokens.shape[0]
         return torch.randint(0, 2**62, (tokens.shape[0],)).tolist()
-
-
-@contextmanager
-def _without_checkpointing(module: Any) -> Iterator[None]:
-    """The plan says what is recomputed, whatever ``gradient_checkpointing_enable`` said."""
-    if not getattr(module, "gradient_checkpointing", False):
-        yield
-        return
-    module.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        module.gradient_checkpointing = True

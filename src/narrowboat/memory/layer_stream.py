@@ -17,11 +17,13 @@ of a sequence's, and 3 x hidden + 4 x kv_heads x head_dim elements a token while
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from narrowboat.memory.layer_call import LayerCall, Tensors
+from narrowboat.memory.layout import Span
 from narrowboat.memory.past import KeysValues, Outputs, Past, zeros_wide
 from narrowboat.owner.causes import GRADIENTS, LAYER_INPUTS, cause
 from narrowboat.owner.inputs import Held, Store
@@ -56,22 +58,33 @@ def run_tiles(
     with cause(LAYER_INPUTS):  # of the next layer
         out = x.data if overwrite else torch.empty_like(x)
     with torch.no_grad(), call.visit():
-        for start in each_tile(x, tile_tokens):
-            stop = min(start + tile_tokens, x.shape[1])
+        for start, stop in each_tile(x, tile_tokens):
             found = call.tile([x[:, start:stop], *call.cut(start, stop)], start, past, outputs)
             out[:, start:stop] = found[0]
             further.add(found[1:])
     return [out, *further.tensors(x.shape[1])], past
 
 
-def each_tile(x: torch.Tensor, tile_tokens: int, backwards: bool = False, with_last: bool = True) -> Iterator[int]:
-    """Where the tiles of ``[batch, tokens, ...]`` begin, in turn.
+def each_tile(x: torch.Tensor, tile_tokens: int, backwards: bool = False, with_last: bool = True) -> Iterator[Span]:
+    """Where the tiles of ``[batch, tokens, ...]`` begin and end, in turn.
 
     The tiles between a row's ends take the same memory and evenly growing work, so a forecast takes two of them.
     """
-    starts: Sequence[int] = range(0, x.shape[1], tile_tokens)
-    starts = starts if with_last else starts[:-1]
-    return some_of(starts[::-1] if backwards else starts, x, first=2, last=2 if with_last else 1)
+    spans = tiles_of(x.shape[1], tile_tokens)
+    spans = spans if with_last else spans[:-1]
+    return some_of(spans[::-1] if backwards else spans, x, first=2, last=2 if with_last else 1)
+
+
+def tiles_of(num_tokens: int, tile_tokens: int) -> list[Span]:
+    """A row's tiles. The last one gets a token of its neighbour where it would have a single one.
+
+    State-space layers take a single token behind others for the next one of a generation, and run other code for it,
+    through which no gradient goes.
+    """
+    edges = [*range(0, num_tokens, tile_tokens), num_tokens]
+    if len(edges) > 2 and tile_tokens > 2 and edges[-1] - edges[-2] == 1:
+        edges[-2] -= 1
+    return list(pairwise(edges))
 
 
 class _Left:
@@ -80,7 +93,7 @@ class _Left:
     def __init__(self, x: torch.Tensor, call: LayerCall, tile_tokens: int, store: Store, keep_attention: bool) -> None:
         self._call, self._tile_tokens, self._store = call, tile_tokens, store
         self.input = store.put(x, lambda x: run_tiles(call, x, tile_tokens)[0][0])
-        keeps = keep_attention and not call.carries and call.contract.tiles == "buffer"
+        keeps = keep_attention and not call.carries and call.contract.holds_keys_alone
         self.outputs = Outputs(store, x.shape[1]) if keeps else None
         self._kept: dict[Any, list[Held]] = {}
 
@@ -96,8 +109,8 @@ class _Left:
         for name, held in self._kept.items():
             made.keys_values[name] = KeysValues.of(*(each.tile(0, num_tokens).transpose(1, 2) for each in held))
         if not self._kept and self._call.contract.num_writes:
-            for start in each_tile(like, self._tile_tokens, with_last=False):
-                self._call.rebuild(self.tile(start, start + self._tile_tokens), start, made)
+            for start, stop in each_tile(like, self._tile_tokens, with_last=False):
+                self._call.rebuild(self.tile(start, stop), start, made)
         return made
 
     def tile(self, start: int, stop: int) -> list[torch.Tensor]:
@@ -165,10 +178,8 @@ def _tiles_backward(
     """The input's gradient takes the place of the output's, tile by tile, from last to first."""
     out_grad = seeds[0]
     assert out_grad is not None
-    num_tokens = out_grad.shape[1]
     past = left.past(out_grad)
-    for start in each_tile(out_grad, tile_tokens, backwards=True):
-        stop = min(start + tile_tokens, num_tokens)
+    for start, stop in each_tile(out_grad, tile_tokens, backwards=True):
         x, *learning = left.tile(start, stop)
         leaves = [x.detach().requires_grad_(grads.needs_input), *(t.detach().requires_grad_() for t in learning)]
         cut = [None if seed is None else seed[:, start:stop] for seed in seeds]

@@ -21,11 +21,12 @@ from narrowboat.memory.attention import Switch
 from narrowboat.memory.capture import Called
 from narrowboat.memory.contract import LayerContract
 from narrowboat.memory.dropout import PlacedFunctions, Whereabouts
-from narrowboat.memory.layer_call import MASK, LayerCall, Surroundings
+from narrowboat.memory.layer_call import MASK, LayerCall
 from narrowboat.memory.layer_stream import stream_layer
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.reach import Reach
 from narrowboat.memory.recompute import recompute_layer
+from narrowboat.memory.surroundings import Surroundings
 from narrowboat.model.anatomy import DecoderLayer
 from narrowboat.owner.inputs import OnDevice
 

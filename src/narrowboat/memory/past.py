@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from narrowboat.memory.layout import Span
+from narrowboat.memory.layout import Layout, Span
 from narrowboat.memory.scores import Scores
 from narrowboat.owner.causes import KEYS_VALUES, cause
 from narrowboat.owner.inputs import Room, Store
@@ -23,6 +23,10 @@ class Link(Protocol):
     """Ties a segment's keys and values to those of the segments before and after it."""
 
     num_carried: int
+
+    @property
+    def layout(self) -> Layout:
+        """The documents of the row, carried tokens and all."""
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put the carried tokens in front."""

@@ -8,6 +8,8 @@ is held, and the second one lasts as long as its backward.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,3 +59,16 @@ def _run(call: LayerCall, inputs: Tensors) -> list[torch.Tensor]:
     """Without a graph."""
     with torch.no_grad(), call.visit():
         return call.whole(inputs)
+
+
+@contextmanager
+def without_checkpointing(module: Any) -> Iterator[None]:
+    """The plan says what is recomputed, whatever ``gradient_checkpointing_enable`` said."""
+    if not getattr(module, "gradient_checkpointing", False):
+        yield
+        return
+    module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        module.gradient_checkpointing = True

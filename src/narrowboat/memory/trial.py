@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -34,15 +34,13 @@ from narrowboat.memory.layer_trial import TILE_TOKENS, TOLERANCE, Failed, LayerT
 from narrowboat.memory.layout import Layout
 from narrowboat.memory.linear_loss import IGNORED, shift
 from narrowboat.memory.random import Random
+from narrowboat.memory.trial_batches import NUM_TOKENS, Batch, num_learnt, some_ids
 from narrowboat.model.anatomy import Anatomy, stated, text_config
-from narrowboat.model.miniature import FIRST_TEXT_ID, VOCABULARY
+from narrowboat.model.miniature import FIRST_TEXT_ID
 from narrowboat.plan import LayerMode, MemoryPlan
 
 MOST_ROUNDING = 3
 """Times plain autograd's own rounding by which a plan may differ from it, where that is more than ``TOLERANCE``."""
-
-NUM_TOKENS = (21, 33)
-"""Of the rows that are looked at, and of longer ones; the last tile of a longer row may hold one token alone."""
 
 PLANS = (
     MemoryPlan(layers="keep", chunk_tokens=10),
@@ -50,38 +48,6 @@ PLANS = (
     MemoryPlan(layers="stream", tile_tokens=TILE_TOKENS, chunk_tokens=10),
     MemoryPlan(layers="stream", tile_tokens=TILE_TOKENS + 3, input_stride=2, keep_keys_values=True),
 )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Two rows, as a model takes them, and the same for plain autograd."""
-
-    mine: dict[str, Any]
-    plain: tuple[dict[str, Any], ...]
-
-    @classmethod
-    def apart(cls) -> Batch:
-        """One document a row; the second row is padded."""
-        ids, mask = _ids(), torch.ones(2, NUM_TOKENS[1], dtype=torch.long)
-        mask[1, NUM_TOKENS[0] :] = 0
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        return cls(batch, (batch,))
-
-    @classmethod
-    def together(cls) -> Batch:
-        """Two documents in the second row; for plain autograd one by one."""
-        ids, lengths = _ids(), ((NUM_TOKENS[1],), (20, 13))
-        positions = torch.cat([torch.arange(n) for row in lengths for n in row]).view(2, -1)
-        labels = ids.clone()
-        labels[1, 20] = -100
-        documents = (ids[:1], ids[1:, :20], ids[1:, 20:])
-        mine = {"input_ids": ids, "position_ids": positions, "labels": labels, "lengths": lengths}
-        return cls(mine, tuple({"input_ids": d, "labels": d} for d in documents))
-
-    @property
-    def num_learnt(self) -> int:
-        """Targets in all."""
-        return sum(map(_num_learnt, self.plain))
 
 
 class Trial:
@@ -127,7 +93,7 @@ class Trial:
     @torch.no_grad()
     def _refuse_what_looks_ahead(self) -> None:
         """What a model says of a token may not depend on later ones."""
-        ids, logits = _ids(), []
+        ids, logits = some_ids(), []
         for last in (FIRST_TEXT_ID, FIRST_TEXT_ID + 1):
             ids[:, -1] = last
             with torch.random.fork_rng(devices=[]), self._eager(), _without_dropout():
@@ -158,7 +124,7 @@ class Trial:
 
     def _layers_contract(self) -> Contract:
         """Each kind of layer, tried by itself."""
-        anatomy, bare, padded = self._anatomy, _ids(), Batch.apart().mine
+        anatomy, bare, padded = self._anatomy, some_ids(), Batch.apart().mine
         plain = self._seen("eager", {"input_ids": bare})
         own = self._seen(None, {"input_ids": bare})
         masked = self._seen(None, {"input_ids": bare, "attention_mask": padded["attention_mask"]})
@@ -260,7 +226,7 @@ class Trial:
         with torch.random.fork_rng(devices=[]), Switch(model).to("eager"), _without_dropout():
             torch.manual_seed(0)
             for part in batch.plain:
-                share = _num_learnt(part) / batch.num_learnt
+                share = num_learnt(part) / batch.num_learnt
                 (model(**self._accepted(model, part)).loss * share).backward()
         return _gradients(model)
 
@@ -310,13 +276,5 @@ def _gradients(model: nn.Module) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _num_learnt(batch: Mapping[str, Any]) -> int:
-    return int((batch["labels"][:, 1:] >= 0).sum())
-
-
 def _without_dropout() -> PlacedFunctions:
     return PlacedFunctions(Whereabouts(is_off=True))
-
-
-def _ids() -> torch.Tensor:
-    return torch.randint(FIRST_TEXT_ID, VOCABULARY, (2, NUM_TOKENS[1]), generator=torch.Generator().manual_seed(0))

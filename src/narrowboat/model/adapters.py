@@ -8,7 +8,7 @@ format; B starts at zero, so the first forward is the base model's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from narrowboat.machine.extras import quiet
 from narrowboat.machine.precision import name_of
 from narrowboat.model.adaptable import unadaptable
 from narrowboat.model.anatomy import Anatomy, bare
+from narrowboat.model.experts import adaptable_experts, experts_of, words_with, words_without
 from narrowboat.model.masters import HALF, keep_masters
 from narrowboat.model.products import speed_up
 from narrowboat.model.quantize import make_trainable
@@ -63,13 +64,15 @@ def adapt(
     refuse_unmatched(model, matches, "lora.targets")
     refuse_unmatched(model, whole, "lora.modules_to_save")
     refuse_unadaptable(model, matches)
+    experts = adaptable_experts(model, options)
     if ALL_LINEAR in options.targets:
-        _tell_what_is_left_out(model, tell)
+        _tell_what_is_left_out(model, experts, tell)
     carrying = list(dict.fromkeys(name for names in matches.values() for name in names))
     differing = ranks_by_module(model, carrying, options, anatomy)
     if differing:
         tell(Notice("ranks:\n" + table(carrying, options, differing, anatomy)))
     config = _configuration(model, options, matches, whole, differing, anatomy, tell)
+    config.target_parameters = experts or None
     targets = set(config.target_modules or ())
     try:
         with quiet():  # PEFT asks transformers for an attribute by its old name, and loads what it finds
@@ -77,6 +80,7 @@ def adapt(
     except (ValueError, TypeError) as error:
         raise ModelError(f"lora.targets = {', '.join(options.targets)} cannot all carry an adapter: {error}") from None
     config.target_modules = targets  # PEFT shortens many names to ends, which towers that are left out here share
+    config.target_parameters = experts or None
     make_trainable(adapted)
     _begin(adapted, options, read)
     speed_up(adapted)
@@ -84,6 +88,10 @@ def adapt(
         for name, parameter in adapted.named_parameters():
             if ".lora_A." in name:
                 parameter.requires_grad_(False)
+    if experts:
+        owners = {name.rpartition(".")[0] for name in experts}
+        theirs = [p for owner in owners for p in anatomy.causal.get_submodule(owner).parameters() if p.requires_grad]
+        tell(Notice(words_with(anatomy.causal, experts, sum(p.numel() for p in theirs))))
     if num_cast := keep_masters(adapted):
         half = name_of(next(p.dtype for p in model.parameters() if p.dtype in HALF))
         tell(
@@ -94,7 +102,8 @@ def adapt(
     trainable = [p for p in adapted.parameters() if p.requires_grad]
     return Adapted(
         model=adapted,
-        matched={target: len(names) for target, names in (matches | whole).items()},
+        matched={target: len(names) for target, names in (matches | whole).items()}
+        | ({"experts": len(experts)} if experts else {}),
         num_trainable=sum(p.numel() for p in trainable),
         num_parameters=sum(p.numel() for p in adapted.parameters()),
     )
@@ -147,12 +156,9 @@ def idle_adapters(model: nn.Module) -> list[str]:
     return [name for name, has_moved in zip(weights, moved, strict=True) if not has_moved]
 
 
-def _tell_what_is_left_out(model: nn.Module, tell: Tell) -> None:
-    """Mixtures of experts keep their experts in three-dimensional weights, which are no linear layers."""
-    experts = [p for p in model.parameters() if p.dim() == 3]
-    if experts:
-        share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
-        tell(Notice(f"all-linear gives no adapter to {len(experts)} expert weights, {share:.0%} of the model"))
+def _tell_what_is_left_out(model: nn.Module, experts: Sequence[str], tell: Tell) -> None:
+    if names := [name for name in experts_of(model) if name not in experts]:
+        tell(Notice(words_without(model, names)))
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     left_out = unadaptable(model, linears)
     for reason in dict.fromkeys(left_out.values()):

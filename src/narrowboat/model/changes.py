@@ -34,6 +34,12 @@ class Changes:
     def __init__(self, folder: Path) -> None:
         self._tensors = read_tensors(folder / WEIGHTS_FILE)
         self._config = _config_of(folder)
+        if self._config.target_parameters:
+            raise CheckpointError(
+                f"{folder}: adapters on routed experts (lora.experts: all) are not merged: a base's files hold each "
+                "expert by itself. Export the adapter alone (--adapter), and merge it in memory by PEFT's "
+                "merge_and_unload."
+            )
         self._adapted: set[str] = set()
         self._replaced: dict[str, torch.Tensor] = {}
         for name, tensor in self._tensors.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from peft import LoraConfig
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
@@ -25,6 +26,11 @@ def is_taken_for_experts(model: nn.Module, end: str) -> bool:
     except ValueError:  # it wants other names of the experts beside this one
         return True
     return bool(made.target_parameters)
+
+
+def is_of_parameter(layer: nn.Module) -> bool:
+    """Whether the adapter ``layer`` is one of a parameter, which its owner multiplies by itself, and of no module."""
+    return isinstance(layer, ParamWrapper)
 
 
 def is_refused(model: nn.Module, end: str) -> bool:

@@ -16,6 +16,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 
 from narrowboat.model.anatomy import bare
+from narrowboat.model.inner_bitsandbytes import is_eight_bit
 from narrowboat.options.schema import Quantize
 
 BLOCK = 64
@@ -29,7 +30,7 @@ def written_out(layer: nn.Module) -> torch.Tensor:
         return unpack_int8(weight.qdata, weight.scale, weight.dtype)
     if hasattr(weight, "__tensor_flatten__"):
         return weight.dequantize()
-    if type(weight).__name__ != "Int8Params":
+    if not is_eight_bit(weight):
         return dequantize_module_weight(layer)
     state: Any = layer.state
     scale = weight.SCB if weight.SCB is not None else state.SCB

@@ -29,6 +29,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from narrowboat.model.inner_peft import is_of_parameter
 from narrowboat.model.packed import written_out
 
 BLOCK_ROWS = 1024
@@ -40,7 +41,8 @@ def speed_up(model: nn.Module) -> int:
 
     Anything unusual (several adapters, merged or disabled ones, one with a bias) still goes PEFT's own way.
     """
-    layers = [m for m in model.modules() if isinstance(m, LoraLayer) and m.lora_A and hasattr(m, "base_layer")]
+    adapters = (m for m in model.modules() if isinstance(m, LoraLayer) and not is_of_parameter(m))
+    layers = [m for m in adapters if m.lora_A and hasattr(m, "base_layer")]
     for layer in layers:
         layer.__dict__["forward"] = partial(_forward, layer, layer.forward, {})
     return len(layers)

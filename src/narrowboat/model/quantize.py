@@ -25,6 +25,7 @@ from transformers import BitsAndBytesConfig, TorchAoConfig
 from narrowboat.errors import ModelError
 from narrowboat.machine.extras import quiet, require
 from narrowboat.machine.precision import name_of
+from narrowboat.model.inner_bitsandbytes import keep_scales, never_repack, scales_of
 from narrowboat.model.packed import BLOCK, linear
 from narrowboat.options.schema import Quantize
 from narrowboat.units import format_bytes
@@ -75,15 +76,11 @@ def make_trainable(model: nn.Module) -> None:
     gradients; an 8-bit one whose weight was written out (as PEFT does for DoRA) loses its scales. A layer of torchao
     would hold its written-out weight for backward, so that the whole model would be there in 16 bits after all.
     """
-    module: Any
+    never_repack(model)
     for module in model.modules():
         if isinstance(module, nn.Linear) and hasattr(module.weight, "__tensor_flatten__"):
             module.__dict__["forward"] = partial(linear, module)
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-        weight: Any = getattr(module, "weight", None)
-        if type(weight).__name__ == "Int8Params" and weight.SCB is None and (state := module.state).SCB is not None:
-            weight.CB, weight.SCB = weight.data, state.SCB
+        keep_scales(module)
 
 
 def round_trip(weight: torch.Tensor, quantize: Quantize) -> torch.Tensor:
@@ -126,10 +123,7 @@ def _parts(weight: Any) -> list[torch.Tensor]:
     """The plain tensors that a quantised weight is made of."""
     if hasattr(weight, "__tensor_flatten__"):
         return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-    state = getattr(weight, "quant_state", None)
-    inner = getattr(state, "state2", None)
-    scales = [getattr(weight, "SCB", None), getattr(state, "absmax", None), getattr(inner, "absmax", None)]
-    return [weight.detach(), *(scale for scale in scales if scale is not None)]
+    return [weight.detach(), *scales_of(weight)]
 
 
 def _int4(option: str) -> Any:

@@ -16,6 +16,8 @@ VLLM_RANK = 16
 TOLD_RANK = 64
 """Ranks above it are told."""
 
+EXPERTS = "adapters on routed experts: a server has to know PEFT's target_parameters"
+
 
 def refusals(config: Mapping[str, Any]) -> list[str]:
     """One sentence for each thing in an adapter's configuration that a server does not take."""
@@ -24,6 +26,7 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
     found = [
         (config.get("use_dora"), f"DoRA: {every} take no adapter with it"),
         (config.get("modules_to_save"), f"modules that are trained whole: {every} take no adapter with them"),
+        (config.get("target_parameters"), EXPERTS),
         (config.get("bias") not in (None, "none"), f"trained biases: {every} take no adapter with them"),
         (
             config.get("rank_pattern") or config.get("alpha_pattern"),
@@ -36,7 +39,10 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
 
 def advice(refused: list[str]) -> str:
     """``refused`` for people, with what to do; empty if nothing is."""
-    return f"{'; '.join(refused)}. A merged model (narrowboat export) is served by all." if refused else ""
+    if not refused:
+        return ""
+    merged = "PEFT's merge_and_unload makes one" if EXPERTS in refused else "narrowboat export"
+    return f"{'; '.join(refused)}. A merged model ({merged}) is served by all."
 
 
 def config_of(options: LoraOptions) -> dict[str, Any]:
@@ -45,6 +51,7 @@ def config_of(options: LoraOptions) -> dict[str, Any]:
         "r": 0 if options.rank == "auto" else options.rank * (2 if options.init == "pissa" else 1),
         "use_dora": "dora" in options.variants,
         "modules_to_save": options.modules_to_save,
+        "target_parameters": options.experts != "none",
         "bias": options.bias,
         "rank_pattern": dict.fromkeys(options.rank_by_layer, 0),
     }

@@ -1,4 +1,4 @@
-"""What options alone contradict: said with the other mistakes, before anything is loaded."""
+"""Finds options that contradict each other; reported with the other mistakes, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from narrowboat.options.schema import Options
+from narrowboat.options.schema import LoraOptions, Options
 
 
 def contradictions(options: Options) -> Iterator[tuple[str, str]]:
-    """``(option, what is wrong with it beside the others)``."""
+    """Every contradiction, as ``(option, what is wrong with it)``."""
     data, segments = options.data, options.segments
     limits = [
         (n, key) for n, key in ((segments.max_tokens, "segments.max_tokens"), (data.max_tokens, "data.max_tokens")) if n
@@ -37,10 +37,25 @@ def contradictions(options: Options) -> Iterator[tuple[str, str]]:
         for target in targets:
             if target.startswith("re:") and (problem := _not_regular(target.removeprefix("re:"))):
                 yield key, f"{target} is not a regular expression: {problem}"
+    yield from _of_experts(options.lora)
     if options.lora.init == "loftq" and options.model.quantize == "none":
         yield "lora.init", "loftq makes good what quantising took; set model.quantize, or lora.init: pissa"
     if options.lora.init == "pissa" and options.model.quantize != "none":
         yield "lora.init", f"pissa takes its directions out of the base, and model.quantize is {options.model.quantize}"
+
+
+def _of_experts(lora: LoraOptions) -> Iterator[tuple[str, str]]:
+    """An adapter of experts is added into their weights, so that what works on a linear layer cannot go there."""
+    if lora.experts == "none":
+        return
+    others = [
+        (lora.dropout > 0, f"lora.dropout: {lora.dropout:g}", "lora.dropout: 0"),
+        ("dora" in lora.variants, "lora.variants: dora", "another variant"),
+        (lora.init != "default", f"lora.init: {lora.init}", "lora.init: default"),
+    ]
+    for is_so, given, instead in others:
+        if is_so:
+            yield "lora.experts", f"adapters on routed experts take no {given}; set {instead}, or lora.experts: none"
 
 
 def _of_data(options: Options) -> Iterator[tuple[str, str]]:

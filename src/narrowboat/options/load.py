@@ -1,7 +1,7 @@
 """From defaults, a YAML file and flags to ``Options``, with every mistake found in one go.
 
-A value remembers where it came from, so that each mistake is told with its line, its key, its value and what would be
-right. Nothing heavy is imported here: mistakes are answered before a weight is read.
+A value remembers where it came from, so that each mistake is reported with its line, its key, its value and what is
+expected. Nothing heavy is imported here, so mistakes are reported before a weight is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from narrowboat.options.schema import Options
 
 DIGEST = b"# digest: "
 ASIDE = "x-"
-"""A group of that name is a place for anchors, and no options."""
+"""A group whose name begins like this holds YAML anchors, not options."""
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -64,7 +64,7 @@ def load(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Op
 
 
 def of(given: Options | Mapping[str, Any] | str | PathLike[str]) -> Options:
-    """Options from what a program has: ``{"lora": {"rank": 16}}``, ``{"lora.rank": 16}``, or a file's path.
+    """Options from a program's values: ``{"lora": {"rank": 16}}``, ``{"lora.rank": 16}``, or a file's path.
 
     Raises:
         OptionError: with every mistake.
@@ -94,10 +94,10 @@ def text_of(options: Options) -> bytes:
 
 
 def load_back(path: Path, tell: Tell) -> Options:
-    """The options that a run wrote to ``path``; told where nobody can know whether they are as they were written.
+    """The options that a run wrote to ``path``; a file without a digest cannot be checked, which is reported.
 
     Raises:
-        OptionError: they are not.
+        OptionError: the file was changed since.
     """
     try:
         body, has_digest, digest = path.read_bytes().rpartition(DIGEST)
@@ -143,7 +143,7 @@ def _contradictions(options: Options, places: Mapping[str, str]) -> Iterator[Mis
 
 
 def _unknown(values: dict[str, Any], places: Mapping[str, str]) -> list[Mistake]:
-    """Take unknown keys out of ``values`` and name each with its nearest known one."""
+    """Remove unknown keys from ``values``, and report each with the nearest known key."""
     mistakes = []
     known = dict(fields())
     for group in [g for g in values if g not in Options.model_fields]:
@@ -158,7 +158,7 @@ def _unknown(values: dict[str, Any], places: Mapping[str, str]) -> list[Mistake]
 
 
 def unknown_key(where: str, key: str, value: object) -> Mistake:
-    """The mistake of naming an option that there is not, with what was perhaps meant."""
+    """The mistake of naming an unknown option, with the options that may have been meant."""
     candidates = [name for name, _ in fields()]
     elsewhere = [name for name in candidates if name.split(".")[1] == key.split(".")[-1]]
     if elsewhere:  # the right option in the wrong group, or without one

@@ -1,4 +1,4 @@
-"""Presets: complete files of options for usual jobs; a flag wins over each of their lines."""
+"""Presets: complete files of options for common jobs. A flag wins over the preset's value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def path_of(name: str, config: Path | None = None) -> Path:
     """The file of the preset ``name``.
 
     Raises:
-        OptionError: there is none, or a ``config`` file was named as well.
+        OptionError: there is no such preset, or a ``config`` file was named as well.
     """
     if config is not None:
         raise OptionError(f"--preset {name} and {config}: name one of them; a preset is a whole file of options.")

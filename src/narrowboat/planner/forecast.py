@@ -26,7 +26,7 @@ from narrowboat.model.ranks import adapters_by_layer, for_some_layers
 from narrowboat.optimizers.build import build_optimizer
 from narrowboat.optimizers.driving import AVERAGING
 from narrowboat.options.schema import Options
-from narrowboat.owner.causes import BASE_WEIGHTS
+from narrowboat.owner.causes import BASE_WEIGHTS, LAYER_INPUTS
 from narrowboat.plan import LayerMode, MemoryPlan
 from narrowboat.planner.amounts import Forecast
 from narrowboat.planner.rehearsal import EVALUATION, READING, STEP, Rehearsal, Trace, cut_to
@@ -105,8 +105,7 @@ class Forecaster:
             loading = self._loading(total(evaluation.rest, "device"), evaluation.resting_weights)
             phases = {"loading": loading, "evaluation": total(evaluation.peak("device"), "device")}
             if self.contract.reads_on:  # else answers go through their own cache
-                reading = self._whole(plan, num_tokens, 1, work=READING)
-                phases["answers"] = total(reading.peak("device"), "device")
+                phases["answers"] = self._answers(plan, num_tokens)
             return phases
         step = self._whole(plan, num_tokens, num_rows)
         resting = total(step.after, "device")
@@ -118,6 +117,21 @@ class Forecaster:
             "saving": resting,
             "leaving": resting,
         }
+
+    def _answers(self, plan: MemoryPlan, num_tokens: int) -> int:
+        """The device's peak while questions of ``num_tokens`` are answered, as many together as the plan lets go so.
+
+        Most is held while the last of them is read, beside what was read before, or while all are written on: then each
+        has its keys and values, one layer's once more where that layer works, and its token's logits, as they come and
+        in float32.
+        """
+        reading = self._whole(plan, num_tokens, 1, work=READING)
+        resting = reading.left_by_layers(LAYER_INPUTS, "device")
+        resting[0] = min(resting[:2])  # the first layer leaves hidden states as well, which others only exchange
+        logits = Anatomy.of(self._base).vocab_size * (4 + self.work.dtype.itemsize)
+        num = max(1, plan.micro_batch_tokens // (num_tokens + self.work.options.evaluate.answer_tokens))
+        while_read = total(reading.peak("device"), "device") + (num - 1) * sum(resting)
+        return max(while_read, total(reading.rest, "device") + num * (sum(resting) + max(resting) + logits))
 
     @property
     def refused(self) -> Mapping[LayerMode, str]:
@@ -161,6 +175,7 @@ class Forecaster:
     ) -> Whole:
         """The whole model's step, or ``EVALUATION``, put together."""
         work = work or (STEP if self.work.trains else EVALUATION)
+        plan = plan.model_copy(update={"micro_batch_tokens": 1})  # num_rows says what goes together
         if in_full:
             everything = whole_sample(len(self._layers), plan)
             return Whole(self._trace(work, everything, num_rows, num_tokens), everything)
@@ -198,7 +213,8 @@ class Forecaster:
         lora = for_some_layers(self._base, options.lora, picked)
         adapted = adapt(model, lora, lambda event: None).model
         build = partial(build_optimizer, options.optimizer) if self.work.trains else None
-        return Rehearsal(adapted, self.contract, build, options.optimizer.clip_norm, self.work.card)
+        answer_tokens = options.evaluate.answer_tokens
+        return Rehearsal(adapted, self.contract, build, options.optimizer.clip_norm, self.work.card, answer_tokens)
 
 
 def _forecast(whole: Whole, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Forecast:

@@ -24,6 +24,9 @@ LOOK_AHEAD = 1
 LENGTH_STEP = 1024
 """Longest rows are found to this many tokens."""
 
+MOST_TOGETHER = 32
+"""Questions that are answered together: with more the arithmetic takes longer than going through the weights."""
+
 WORKING_SET = "working set"
 
 FIRST_GUESS, LONGEST_TOKENS = 2**16, 2**24
@@ -163,6 +166,25 @@ class Search:
             tokens, highest = 2 * tokens, max(found, *full, key=lambda forecast: forecast.device_bytes)
         together = replace(highest, plan=found.plan.model_copy(update={"micro_batch_tokens": tokens}))
         return self.in_every_phase(together)
+
+    def group_answers(self, found: Forecast, most: int, limits: Limits) -> Forecast:
+        """The same plan with as many questions answered together as fit, at most ``most``, and its forecast.
+
+        Args:
+            found: the plan for the longest question with its expected answer.
+            most: answers that are wanted.
+            limits: what may be taken.
+        """
+        if found.plan.inputs != "device":
+            return found  # what several leave on the host or the disk nobody has forecast
+        each = found.num_tokens + self.work.options.evaluate.answer_tokens
+
+        def together(num: int) -> Forecast:
+            plan = found.plan.model_copy(update={"micro_batch_tokens": num * each})
+            return self.in_every_phase(replace(found, plan=plan))
+
+        num = largest(min(most, MOST_TOGETHER), lambda num: limits.allow(together(num)))
+        return together(num) if num > 1 else found
 
     def _refusal(self, thriftiest: Forecast, limits: Limits) -> str:
         largest_parts = ", ".join(

@@ -73,6 +73,7 @@ class Whole:
         self._states, self._copies = (of_all(sum_of(kind), kind) for kind in (trace.states, trace.copies))
         forward, backward = [(FORWARD, i) for i in layers], [(BACKWARD, i) for i in reversed(layers)]
         order = [(START, 0), *forward, (LOSS, 0), *backward, (UPDATE, 0)]
+        self._forwards = [trace.parts[moment] for moment in forward]
         self._parts = [trace.parts[moment] for moment in order if moment in trace.parts]
         self._busy = [
             trace.parts[moment] for moment in order[1:-1] if moment in trace.parts
@@ -96,6 +97,10 @@ class Whole:
         """The device's peak when ``evaluation`` follows this step; ``copies_adapters`` for as long as it lasts."""
         copies = self._others.get((ADAPTERS, "device"), 0) if copies_adapters else 0  # the sample's are in its parts
         return total(self._peak("device", self.after, evaluation._parts), "device") + copies
+
+    def left_by_layers(self, name: str, where: Where) -> list[int]:
+        """Bytes of the cause ``name`` that each layer leaves at ``where`` on the way forward."""
+        return [part.left.get((name, where), 0) for part in self._forwards]
 
     @property
     def resting_weights(self) -> int:

@@ -14,8 +14,8 @@ from narrowboat.errors import OptionError
 from narrowboat.machine.drafts import clear
 from narrowboat.machine.locks import LOCK, HeldError, alone_in
 
-OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, BEST, REPORT, ERROR_FILE = (
-    "options.yaml", "plan.json", "checkpoints", "adapter", "best", "report.html", "error.txt",
+OPTIONS_FILE, PLAN_FILE, CHECKPOINTS, ADAPTER, BEST, REPORT = (
+    "options.yaml", "plan.json", "checkpoints", "adapter", "best", "report.html",
 )  # fmt: skip
 
 

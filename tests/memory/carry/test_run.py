@@ -96,7 +96,7 @@ def test_overlap_and_carry_do_not_go_together(carried: Callable[..., Options]) -
 @pytest.mark.parametrize(
     ("flag", "value", "problem"),
     [
-        ("carry.budget", "30", "holds not even one block"),
+        ("carry.budget", "30", "is smaller than one block"),
         ("carry.budget", "much", "cannot be read as bytes"),
         ("carry.gradients", "0", "expected cut, exact, or a number of segments"),
         ("carry.policy", "newest", "window"),

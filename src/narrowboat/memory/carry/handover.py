@@ -18,7 +18,7 @@ from narrowboat.memory.carry.observation import Observation
 from narrowboat.memory.carry.policy import ALL_QUERIES, Candidates, Choice, Policy
 from narrowboat.memory.carry.rotation import Rotation
 from narrowboat.memory.carry.storage import Storage
-from narrowboat.memory.layout import Span
+from narrowboat.memory.layout import Layout, Span
 from narrowboat.memory.scores import Scores
 from narrowboat.owner.causes import CARRY, cause
 from narrowboat.owner.values import has_values
@@ -166,6 +166,11 @@ class LayerLink:
     def num_tokens(self) -> int:
         """Carried and own."""
         return self.num_carried + self._segment.num_tokens
+
+    @property
+    def layout(self) -> Layout:
+        """One document."""
+        return Layout.of(1, self.num_tokens)
 
     @property
     def keys_values(self) -> tuple[torch.Tensor, torch.Tensor]:
