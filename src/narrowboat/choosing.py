@@ -10,6 +10,7 @@ from narrowboat.data.prepare import Prepared
 from narrowboat.data.store import Rows
 from narrowboat.data.trains import Trains
 from narrowboat.events import PlanChosen
+from narrowboat.machine.card import card_at
 from narrowboat.machine.hardware import device_memory
 from narrowboat.model.anatomy import num_positions
 from narrowboat.model.base import stored_dtype
@@ -71,7 +72,7 @@ def search_in(setting: Setting, trains: bool = True) -> Search:
     """A search over the plans for the setting's model on this machine."""
     options, dtype = setting.options, setting.precision.base.dtype
     stored = stored_dtype(options.model.name, setting.config)
-    work = Workload(setting.config, options, dtype, setting.device.type == "cuda", stored, trains)
+    work = Workload(setting.config, options, dtype, card_at(setting.device), stored, trains)
     return Search(Forecaster(work), target_here(setting.device, dtype), options.memory.plan)
 
 

@@ -24,14 +24,11 @@ from narrowboat.planner.page import write_page
 from narrowboat.planner.search import Search
 from narrowboat.planner.shipped import shipped
 from narrowboat.planner.show import show
-from narrowboat.planner.target import Limits, Target
+from narrowboat.planner.target import SOME_CARD, Limits, Target
 from narrowboat.units import GIB, MIB, format_bytes
 
 HOST_BUDGET = 64 * GIB
 """Assumed bytes of host memory beside a card that is not in this machine."""
-
-SOME_CARD = (8, 6)
-"""Compute capability that is assumed where only a budget is given: the one of most cards in use."""
 
 AUTO_RANK = 16
 
@@ -190,7 +187,7 @@ def _card(question: Question) -> tuple[Target, Limits]:
     if memory.budget is None:
         raise OptionError("whose memory? Name a --card (such as rtx-4090), a --budget (such as 24GiB), or a run's file")
     others = catalog.rates_of_size(memory.budget)
-    return Target(True, card_margin(SOME_CARD), others=others), Limits(memory.budget, host_bytes)
+    return Target(SOME_CARD, card_margin(SOME_CARD), others=others), Limits(memory.budget, host_bytes)
 
 
 def _notes(question: Question) -> list[str]:

@@ -18,6 +18,7 @@ from narrowboat.assembly import Setting, Wanted, assembled
 from narrowboat.data.examples import Row
 from narrowboat.errors import ModelError, OptionError, cut, did_you_mean
 from narrowboat.events import Tell
+from narrowboat.machine.card import card_at, multiplies_bfloat16
 from narrowboat.machine.hardware import pick_device
 from narrowboat.machine.precision import choose_precision
 from narrowboat.model import outside
@@ -45,8 +46,9 @@ def search_on_card(options: Options, target: Target, say: Callable[[str], None],
     """
     hush_transformers()
     config = config_of(options.model, tell)
-    dtype = torch.bfloat16 if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
-    work = Workload(config, options, dtype, target.on_card, stored_dtype(options.model.name, config))
+    usual = "bfloat16" if target.card is not None and multiplies_bfloat16(target.card) else "float16"
+    dtype = getattr(torch, usual if options.model.dtype == "auto" else options.model.dtype)
+    work = Workload(config, options, dtype, target.card, stored_dtype(options.model.name, config))
     return Search(_curves(work, say), target, options.memory.plan)
 
 
@@ -62,7 +64,7 @@ def search_here(options: Options, say: Callable[[str], None], tell: Tell, exact:
     config = config_of(options.model, tell)
     device = pick_device(options.model.device)
     dtype = choose_precision(options.model.dtype, device, options.model.quantize).base.dtype
-    work = Workload(config, options, dtype, device.type == "cuda", stored_dtype(options.model.name, config))
+    work = Workload(config, options, dtype, card_at(device), stored_dtype(options.model.name, config))
     forecasts: Forecasts = Forecaster(work) if exact else _curves(work, say)
     return Search(forecasts, target_here(device, dtype), options.memory.plan), limits_here(options.memory, device)
 

@@ -17,6 +17,7 @@ from narrowboat.plan import MemoryPlan
 from narrowboat.planner import catalog
 from narrowboat.planner.fakes import RememberingFakeMode
 from narrowboat.planner.forecast import Forecaster, Workload
+from narrowboat.planner.target import SOME_CARD
 from tests.memory.families import FAMILIES, SIZES
 
 TILE: dict[str, Any] = {"layers": "stream", "tile_tokens": 16, "chunk_tokens": 8}
@@ -26,7 +27,9 @@ def forecaster(family: str, on_card: bool = False, quantize: Any = "none", **cha
     name, differs, _ = FAMILIES[family]
     sizes = SIZES | differs | {"num_hidden_layers": 6, "max_position_embeddings": 4096} | changes
     options = Options(lora=LoraOptions(rank=4), model=ModelOptions(quantize=quantize))
-    return Forecaster(Workload(getattr(transformers, name)(**sizes), options, torch.bfloat16, on_card))
+    return Forecaster(
+        Workload(getattr(transformers, name)(**sizes), options, torch.bfloat16, SOME_CARD if on_card else None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,7 @@ def test_the_loss_is_a_chunk_of_logits_never_all_r25() -> None:
 def test_eight_billion_weights_at_131_072_tokens_take_seconds() -> None:
     options = Options(lora=LoraOptions(rank=32), model=ModelOptions(quantize="nf4"))
     began = time.process_time()
-    forecasts = Forecaster(Workload(catalog.model_config("llama-3.1-8b"), options, torch.bfloat16, True))
+    forecasts = Forecaster(Workload(catalog.model_config("llama-3.1-8b"), options, torch.bfloat16, SOME_CARD))
     found = forecasts.forecast(MemoryPlan(layers="stream", tile_tokens=512, inputs="host"), 131_072)
     assert time.process_time() - began < 10
     assert found.host_bytes - found.host_bytes % (2**30) == 32 * 131_072 * 4096 * 2

@@ -18,14 +18,14 @@ from narrowboat.planner import catalog
 from narrowboat.planner.forecast import Forecaster, Workload
 from narrowboat.planner.page import LENGTHS, filled, page_data, write_page
 from narrowboat.planner.search import Search
-from narrowboat.planner.target import Limits
+from narrowboat.planner.target import SOME_CARD, Limits
 from narrowboat.units import GIB
 from tests.planner import browser
 
 
 @pytest.fixture(scope="module")
 def search() -> Search:
-    work = Workload(catalog.model_config("smollm2-135m"), Options(lora=LoraOptions(rank=16)), torch.bfloat16, True)
+    work = Workload(catalog.model_config("smollm2-135m"), Options(lora=LoraOptions(rank=16)), torch.bfloat16, SOME_CARD)
     return Search(Forecaster(work), catalog.card("rtx-3060").target, "recompute")  # two rungs: enough for a page
 
 

@@ -18,7 +18,7 @@ SHORT = (60,) * 12
 
 def test_rows_that_go_together_are_in_the_forecast(tmp_path: Path) -> None:
     run = Run(tmp_path / "one", lengths=SHORT, batch_tokens=512, num_steps=3, rungs=RUNGS[:1])
-    search = Search(Forecaster(Workload(run.config, run.options, torch.float32)), Target(False, Margin()))
+    search = Search(Forecaster(Workload(run.config, run.options, torch.float32)), Target(None, Margin()))
     alone = search.forecast(RUNGS[0], max(SHORT))
     found = search.group_rows(alone, SHORT, 512, Limits(2**40))
     assert found.plan.micro_batch_tokens == 480
@@ -31,7 +31,7 @@ def test_rows_that_go_together_are_in_the_forecast(tmp_path: Path) -> None:
 
 def test_no_more_rows_go_together_than_fit(tmp_path: Path) -> None:
     run = Run(tmp_path, lengths=SHORT, batch_tokens=512, num_steps=1)
-    search = Search(Forecaster(Workload(run.config, run.options, torch.float32)), Target(False, Margin()))
+    search = Search(Forecaster(Workload(run.config, run.options, torch.float32)), Target(None, Margin()))
     alone, four = search.forecast(RUNGS[0], 60), search.forecast(RUNGS[0], 60, num_rows=4)
     found = search.group_rows(alone, SHORT, 512, Limits(four.device_bytes))
     assert found.plan.micro_batch_tokens == 240

@@ -44,7 +44,7 @@ def test_a_run_whose_plan_was_too_hopeful_stays_within_its_budget(free: Run, sha
 def test_a_run_whose_plan_was_chosen_for_its_budget_never_changes_it(free: Run, share: float, tmp_path: Path) -> None:
     assert free.gauge is not None
     budget = int(share * free.gauge.highest_bytes)
-    search = Search(Forecaster(Workload(free.config, free.options, torch.float32)), Target(False, Margin()))
+    search = Search(Forecaster(Workload(free.config, free.options, torch.float32)), Target(None, Margin()))
     chosen = search.choose(max(LONG), Limits(budget))
     rungs = search.from_here_down(chosen.plan)
     run = Run(
@@ -59,7 +59,7 @@ def test_a_run_whose_plan_was_chosen_for_its_budget_never_changes_it(free: Run, 
 
 
 def test_a_budget_below_the_weights_is_refused_before_anything_runs(free: Run) -> None:
-    search = Search(Forecaster(Workload(free.config, free.options, torch.float32)), Target(False, Margin()))
+    search = Search(Forecaster(Workload(free.config, free.options, torch.float32)), Target(None, Margin()))
     with pytest.raises(
         BudgetError, match=r"thriftiest exact plan .* peaks at .*memory.budget is 10.0 KiB. Largest parts"
     ):

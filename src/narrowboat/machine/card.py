@@ -21,6 +21,11 @@ GRANULE_BYTES = 512
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
+def card_at(device: torch.device) -> Capability | None:
+    """The kind of card that ``device`` is; None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def multiplies_bfloat16(capability: Capability) -> bool:
     """Whether the card has units for bfloat16; else it is emulated, many times slower."""
     return capability >= (8, 0)

@@ -70,7 +70,7 @@ class Efficient:
         nothing = torch.zeros((), dtype=torch.long)  # dropout is 0, so its seed and offset are not read
         dq, dk, dv, _ = BACKWARD(
             _fold(grad, parts), *folded, mask, _fold(out, parts), None, None, q.shape[2], k.shape[2],
-            padded.reshape(num_rows * parts, -1, padded.shape[2]), 0.0, nothing, nothing, kind, False,
+            padded.reshape(num_rows * parts, -1, padded.shape[2]).contiguous(), 0.0, nothing, nothing, kind, False,
             scale=scores.scale,
         )  # fmt: skip
         if parts > 1:
@@ -78,21 +78,27 @@ class Efficient:
         return _unfold(dq, num_rows), _unfold(dk, num_rows), _unfold(dv, num_rows)
 
 
-def inside_forward(q: torch.Tensor, v: torch.Tensor) -> int:
+def inside_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """Bytes that the forward kernel takes for itself: outputs of wide heads in 16 bits are summed in float32."""
-    return 4 * q.shape[:3].numel() * v.shape[3] if q.element_size() == 2 and v.shape[3] > 2 * BLOCK_TOKENS else 0
+    return 4 * q.shape[:3].numel() * v.shape[3] if q.element_size() == 2 and v.shape[3] > 128 else 0
 
 
-def inside_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+def inside_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """Bytes that the backward kernel takes for itself; tensors are ``[batch, tokens, heads, size]``."""
-    num_heads = q.shape[0] * q.shape[2]
-    blocks = -(-q.shape[1] // BLOCK_TOKENS) * -(-q.shape[3] // BLOCK_TOKENS)
-    per_head = blocks * (16 + 4 * BLOCK_TOKENS**2)
-    if v.shape[3] > BLOCK_TOKENS or q.element_size() == 4:  # gradients of a block of keys do not fit into registers
-        splits = max(1, min(-(-k.shape[1] // BLOCK_TOKENS), MOST_SPLITS // num_heads))
-        per_head += splits * BLOCK_TOKENS * 4 * sum(-(-t.shape[3] // BLOCK_TOKENS) * BLOCK_TOKENS for t in (k, v))
-    deltas = 4 * q.shape[:3].numel()
-    return num_heads * per_head + deltas
+    num_heads, is_wide = q.shape[0] * q.shape[2], q.element_size() == 4
+    rows = BLOCK_TOKENS if q.shape[3] <= BLOCK_TOKENS else 2 * BLOCK_TOKENS
+    per_head = _blocks(q.shape[1], rows) * _blocks(q.shape[3]) * (16 + 4 * rows * BLOCK_TOKENS)  # the query gradient
+    if not is_wide and v.shape[3] > 2 * BLOCK_TOKENS:  # gradients of a block of keys do not fit into registers
+        splits = max(1, min(_blocks(k.shape[1]), MOST_SPLITS // num_heads))
+        per_head += splits * BLOCK_TOKENS * 4 * sum(_blocks(t.shape[3]) * BLOCK_TOKENS for t in (k, v))
+    deltas = 4 * q.shape[:3].numel() * (2 if is_wide else 1)
+    product = grad.nbytes if is_wide else 0  # of the output and its gradient, gone when the rest is taken
+    copied = 0 if grad.is_contiguous() else grad.nbytes
+    return copied + deltas + max(num_heads * per_head, product)
+
+
+def _blocks(length: int, size: int = BLOCK_TOKENS) -> int:
+    return -(-length // size)
 
 
 def _parts(q: torch.Tensor, k: torch.Tensor) -> int:

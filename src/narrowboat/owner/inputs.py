@@ -172,6 +172,8 @@ class _Travelling:
 
     def write(self, start: int, part: torch.Tensor) -> None:
         self._lane.send(part.transpose(0, 1).contiguous(), self._buffer[start : start + part.shape[1]])
+        if part.shape[0] > 1:  # several rows were copied to be in one piece: the copy goes before their layer begins
+            self._lane.drain()
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
         wanted, coming = range(start, stop), self._coming

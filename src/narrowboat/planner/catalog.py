@@ -48,7 +48,7 @@ class Card:
             host_bytes=HOST_BYTES,
             disk_bytes=DISK_BYTES,
         )
-        return Target(True, card_margin(self.capability), rates)
+        return Target(self.capability, card_margin(self.capability), rates)
 
 
 def model_names() -> list[str]:

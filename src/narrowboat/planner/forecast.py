@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from narrowboat.machine.rates import Capability
 from narrowboat.memory import attention
 from narrowboat.memory.trusted import contract_for
 from narrowboat.model.adapters import adapt
@@ -44,7 +45,7 @@ class Workload:
         config: the transformers configuration.
         options: the run's.
         dtype: of the base weights.
-        on_card: whether it runs on a card, whose operators take more for themselves than a CPU's.
+        card: the kind of card that it runs on, with kernels and an allocator of its own; None is a CPU.
         stored: format of the weights in the model's files, where they are used as they lie if it is ``dtype``; None if
             that is not known.
         trains: whether steps are taken; else rows are only evaluated.
@@ -54,7 +55,7 @@ class Workload:
     config: Any
     options: Options
     dtype: torch.dtype
-    on_card: bool = False
+    card: Capability | None = None
     stored: torch.dtype | None = None
     trains: bool = True
     is_shipped: bool = False
@@ -213,7 +214,7 @@ class Forecaster:
         adapted = adapt(model, lora, lambda event: None).model
         build = partial(build_optimizer, options.optimizer) if self.work.trains else None
         answer_tokens = options.evaluate.answer_tokens
-        return Rehearsal(adapted, self.contract, build, options.optimizer.clip_norm, self.work.on_card, answer_tokens)
+        return Rehearsal(adapted, self.contract, build, options.optimizer.clip_norm, self.work.card, answer_tokens)
 
 
 def _forecast(whole: Whole, plan: MemoryPlan, num_rows: int, num_tokens: int) -> Forecast:

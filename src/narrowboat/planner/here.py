@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from narrowboat.errors import BudgetError
+from narrowboat.machine.card import card_at
 from narrowboat.machine.hardware import describe_device, device_memory, free_disk_bytes, host_memory
 from narrowboat.machine.profile import profile_of
 from narrowboat.options.schema import MemoryOptions
@@ -21,7 +22,7 @@ FREE_SHARE = 0.9
 def target_here(device: torch.device, dtype: torch.dtype) -> Target:
     """This machine, as it was measured."""
     profile = profile_of(device, dtype)
-    return Target(device.type == "cuda", profile.margin, profile.rates)
+    return Target(card_at(device), profile.margin, profile.rates)
 
 
 def limits_here(options: MemoryOptions, device: torch.device) -> Limits:

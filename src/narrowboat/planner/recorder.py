@@ -8,7 +8,8 @@ so that all of them can be carried on to longer rows, where another one may be t
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from narrowboat.machine.card import GRANULE_BYTES
 from narrowboat.machine.precision import parts_of
+from narrowboat.memory import efficient
 from narrowboat.owner.causes import WORKING_SET, Where
 from narrowboat.owner.meter import Meter, Slot
 from narrowboat.owner.values import repeats
@@ -30,8 +32,6 @@ CONTEXT = 6
 
 START, FORWARD, LOSS, BACKWARD, UPDATE = "start", "forward", "loss", "backward", "update"
 
-_FLASH_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 _INSIDE: Slot = (WORKING_SET, "device")
 _DEVICE = torch.ops.prim.device.default
@@ -40,11 +40,23 @@ READS_AFTER = 2
 """How often a CPU reads a layer's input where it lies: for keys and values, and for the rest."""
 
 
+@dataclass(frozen=True)
+class _Attention:
+    """An operator of attention: where its queries and whether it is causal are among its arguments, how its tensors
+    lie, and the bytes that it takes for itself.
+    """
+
+    first: int
+    causal: int
+    heads_first: bool = False
+    inside: Callable[..., int] = lambda *tensors: 0
+
+
 class Recorder(Meter):
     """Records from ``begin`` to ``end`` while it is entered.
 
     Args:
-        on_card: count what a card's operators take for themselves while they run as well.
+        on_card: memory is a card's: another one than the host's, and given in its allocator's steps.
 
     Attributes:
         begun: what was alive when each moment began.
@@ -115,15 +127,15 @@ class Recorder(Meter):
             return super().__torch_dispatch__(func, types, args, kwargs)
         self._last.append(func)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._on_card and func is _FLASH_BACKWARD:
-            self._note("device", _inside_flash_backward(*args[1:4]))
+        if (how := _ATTENTION.get(func)) is not None:
+            self._note("device", how.inside(*args[: how.first + 3]))
         if not func.is_view:
             self.work[self._moment].append(self._work_of(func, args, kwargs or {}, out) * repeats())
         return out
 
     def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
-        if func is _FLASH_FORWARD or func is _FLASH_BACKWARD:
-            return Work(attention=_flash_operations(func, args), calls=1)
+        if (how := _ATTENTION.get(func)) is not None:
+            return Work(attention=_attention_operations(how, args), calls=1)
         if func is _GROUPED_PRODUCT:
             return Work(products=2 * args[0].numel() * args[1].shape[-1], calls=1)
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
@@ -144,20 +156,32 @@ class Recorder(Meter):
         return self._slots.get(tensor.untyped_storage()._cdata, ("", "device"))[1]
 
 
-def _flash_operations(func: Any, args: tuple[Any, ...]) -> int:
-    """Two products forwards, five backwards; a causal square is half a square."""
-    forward = func is _FLASH_FORWARD
-    q, k, v = args[:3] if forward else args[1:4]
-    place = 4 if forward else 7
-    causal = len(args) > place and args[place]  # the dispatcher leaves out what is the default
-    pairs = q.shape[2] * k.shape[2] / (2 if causal else 1)
-    return int((2 if forward else 5) * pairs * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]))
+def _attention_operations(how: _Attention, args: tuple[Any, ...]) -> int:
+    """Two products forwards, five backwards; of a causal square half is seen."""
+    q, k, v = args[how.first : how.first + 3]
+    heads, tokens = (1, 2) if how.heads_first else (2, 1)
+    num_queries, num_keys = q.shape[tokens], k.shape[tokens]
+    causal = len(args) > how.causal and args[how.causal]  # the dispatcher leaves out what is the default
+    pairs = num_queries * num_keys - (num_queries**2 / 2 if causal else 0)
+    products = 5 if how.first else 2
+    return int(products * pairs * q.shape[0] * q.shape[heads] * (q.shape[3] + v.shape[3]))
 
 
-def _inside_flash_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+def _inside_flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """What PyTorch's CUDA kernel takes for itself: the query gradient in fp32, and gradients of grouped keys and values
-    for every head, summed over the group only at the end.
+    for every head, summed over the group only at the end. Tensors are ``[batch, tokens, heads, size]``.
     """
-    num_groups = q.shape[1] // k.shape[1]
+    num_groups = q.shape[2] // k.shape[2]
     expanded = num_groups * (k.numel() + v.numel()) * k.element_size() if num_groups > 1 else 0
     return 4 * q.numel() + expanded
+
+
+_aten = torch.ops.aten
+_ATTENTION: dict[Any, _Attention] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _Attention(0, 4, heads_first=True),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _Attention(1, 7, heads_first=True),
+    _aten._flash_attention_forward.default: _Attention(0, 8),
+    _aten._flash_attention_backward.default: _Attention(1, 11, inside=_inside_flash_backward),
+    _aten._efficient_attention_forward.default: _Attention(0, 9, inside=efficient.inside_forward),
+    _aten._efficient_attention_backward.default: _Attention(1, 14, inside=efficient.inside_backward),
+}

@@ -18,12 +18,14 @@ from torch import nn
 
 from narrowboat.data.examples import Row
 from narrowboat.engine.engine import Engine
+from narrowboat.machine.rates import Capability
 from narrowboat.memory.contract import Contract
 from narrowboat.model.anatomy import Anatomy, text_config
 from narrowboat.model.empty import give_fake_tensors
 from narrowboat.model.leaves import frozen_leaves
 from narrowboat.model.miniature import keep_layers
 from narrowboat.owner.owner import Owner
+from narrowboat.owner.values import forecast_of
 from narrowboat.plan import MemoryPlan
 from narrowboat.planner.amounts import Work
 from narrowboat.planner.fakes import RememberingFakeMode
@@ -77,7 +79,7 @@ class Rehearsal:
         contract: what the whole model asks for.
         build_optimizer: over the model's named parameters; None for a model that only evaluates.
         clip_norm: the engine's.
-        on_card: count what a card's operators take for themselves as well.
+        card: the kind of card that it is to run on; None is a CPU.
         answer_tokens: that may be written behind what is read.
     """
 
@@ -87,15 +89,16 @@ class Rehearsal:
         contract: Contract,
         build_optimizer: Callable[[Any], torch.optim.Optimizer] | None,
         clip_norm: float,
-        on_card: bool = False,
+        card: Capability | None = None,
         answer_tokens: int = 0,
     ) -> None:
         self._anatomy, self._answer_tokens = Anatomy.of(model), answer_tokens
-        self._fakes, self._recorder = RememberingFakeMode(), Recorder(on_card)
+        self._card = card
+        self._fakes, self._recorder = RememberingFakeMode(), Recorder(card is not None)
         with self._fakes:
             give_fake_tensors(model)
-        Owner(torch.device("cpu"), as_card=on_card).own(model)
-        with _leaving_no_rings(), self._fakes, self._recorder:
+        Owner(torch.device("cpu"), as_card=card is not None).own(model)
+        with _leaving_no_rings(), forecast_of(card), self._fakes, self._recorder:
             self._recorder.watch_model(model)
             self._optimizer = build_optimizer(model.named_parameters()) if build_optimizer else None
             plan = MemoryPlan(layers="keep")
@@ -108,7 +111,7 @@ class Rehearsal:
         """One ``STEP``, ``EVALUATION`` or ``READING`` of a micro-batch ``[num_rows, num_tokens]``."""
         recorder = self._recorder
         recorder.forget()
-        with _leaving_no_rings(), self._fakes, recorder, self._moments():
+        with _leaving_no_rings(), forecast_of(self._card), self._fakes, recorder, self._moments():
             self._engine.replan(plan.model_copy(update={"inputs": "device"}))  # gives back what a longer row had taken
             self._work(work, plan, num_rows, num_tokens)
             own = [self._own(layer.module) for layer in self._anatomy.layers]

@@ -93,7 +93,7 @@ def kept_for(work: Workload) -> Path:
         "lora": options.lora.model_dump(),
         "optimizer": options.optimizer.model_dump(),
         "quantize": options.model.quantize,
-        "formats": [str(work.dtype), str(work.stored), work.on_card, work.trains],
+        "formats": [str(work.dtype), str(work.stored), work.card, work.trains],
         "source": _source_digest(),
         "libraries": {name: _version(name) for name in LIBRARIES},
     }

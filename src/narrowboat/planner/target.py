@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowboat.machine.rates import Margin, Rates
+from narrowboat.machine.rates import Capability, Margin, Rates
 from narrowboat.planner.amounts import Forecast
+
+SOME_CARD: Capability = (8, 6)
+"""Compute capability where a budget alone is named: of most cards that people have."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,18 @@ class Target:
     """The machine that is planned for.
 
     Attributes:
-        on_card: whether the device has memory of its own.
+        card: its kind, if it is one and so has memory of its own; None is a CPU.
         margin: what the device holds beside tensors.
         rates: what it does in a second, or None where that is not known.
         others: what machines of its size do, where its own rates are not known.
     """
 
-    on_card: bool
+    card: Capability | None
     margin: Margin
     rates: Rates | None = None
     others: tuple[Rates, ...] = ()
+
+    @property
+    def on_card(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.card is not None

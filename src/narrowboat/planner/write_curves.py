@@ -20,6 +20,7 @@ from narrowboat.planner.curves import ENDS, PHASES, STEP, Point, key_of, knots_o
 from narrowboat.planner.forecast import Forecaster, Workload
 from narrowboat.planner.ladder import ladder
 from narrowboat.planner.shipped import FORMATS, LIGHT, RANKS, STATES
+from narrowboat.planner.target import SOME_CARD
 
 FOLDER = Path(__file__).with_name("curves")
 
@@ -63,7 +64,7 @@ def forecaster_for(name: str, quantize: Any, rank: int = RANKS[0], optimizer: An
         lora=LoraOptions(rank=rank),
         optimizer=OptimizerOptions(name=optimizer),
     )
-    return Forecaster(Workload(catalog.model_config(name), options, torch.bfloat16, on_card=True))
+    return Forecaster(Workload(catalog.model_config(name), options, torch.bfloat16, SOME_CARD))
 
 
 def point(forecaster: Forecaster, kind: str, plan: MemoryPlan, num_tokens: int) -> Point:

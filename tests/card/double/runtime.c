@@ -33,6 +33,13 @@ static size_t card_bytes(void) { return (size_t)setting("CARD_BYTES", 24L << 30)
 static int major(void) { return (int)setting("CARD_MAJOR", 8); }
 static int minor(void) { return (int)setting("CARD_MINOR", 9); }
 
+/* What a block may share, which decides between kernels: by NVIDIA's table of compute capabilities. */
+static size_t shared_bytes(void) {
+    int both = 10 * major() + minor();
+    size_t kib = both < 75 ? 96 : both == 75 ? 64 : both == 80 ? 163 : both == 90 || both == 100 ? 227 : 99;
+    return kib << 10;
+}
+
 /* What the driver says of the card's memory. */
 size_t card_total(void) { return card_bytes(); }
 size_t card_used(void) { return held + (has_context ? setting("CARD_CONTEXT", 0) : 0) + setting("CARD_OTHERS", 0); }
@@ -84,8 +91,8 @@ static cudaError_t describe(struct cudaDeviceProp *card) {
     card->maxThreadsPerMultiProcessor = 2048;
     card->regsPerMultiprocessor = 65536;
     card->sharedMemPerBlock = 48 << 10;
-    card->sharedMemPerBlockOptin = 96 << 10;
-    card->sharedMemPerMultiprocessor = 100 << 10;
+    card->sharedMemPerBlockOptin = shared_bytes();
+    card->sharedMemPerMultiprocessor = shared_bytes() + 1024;
     card->l2CacheSize = 48 << 20;
     card->maxGridSize[0] = 2147483647;
     card->maxGridSize[1] = card->maxGridSize[2] = 65535;
@@ -100,7 +107,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which, int de
     if (which == cudaDevAttrComputeCapabilityMajor) *value = major();
     if (which == cudaDevAttrComputeCapabilityMinor) *value = minor();
     if (which == cudaDevAttrMultiProcessorCount) *value = 128;
-    if (which == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = 96 << 10;
+    if (which == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = (int)shared_bytes();
     if (which == cudaDevAttrMaxSharedMemoryPerBlock) *value = 48 << 10;
     DONE;
 }
