@@ -130,7 +130,7 @@ def test_r11_a_message_belongs_to_its_own_tokens(tokenizer):
 def test_a_template_that_hides_an_answer_is_named(tokenizer):
     hiding = with_template(tokenizer, "chatml")
     hiding.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content | length }}{% endfor %}"
-    with pytest.raises(DataError, match="does not show message 1, of user"):
+    with pytest.raises(DataError, match="omits message 1, of user"):
         ChatTemplate(hiding, Encoder(hiding)).render(dialogue("x", "y"))
 
 
