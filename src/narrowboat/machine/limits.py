@@ -46,4 +46,4 @@ def attention_kernel(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     if major >= 8:
         return f"flash, in float16 and bfloat16 (compute capability {major}.{minor})"
-    return f"blocks of plain PyTorch; flash needs compute capability 8.0, this is {major}.{minor}"
+    return f"memory-efficient, in float16 and float32; flash needs compute capability 8.0, this is {major}.{minor}"
