@@ -121,7 +121,7 @@ def test_lost_segments_are_named(carried: Callable[..., Options]) -> None:
     assert whole.lengths == (10, 9, 10) and whole.num_tokens == 29
     with pytest.raises(DataError, match=r"document 7 \(book.txt\): between segment 0, which ends at token 10"):
         Train.couple([segment(0, 0), segment(2, 20)])
-    with pytest.raises(DataError, match=r"segment 0 stands behind segment 1"):
+    with pytest.raises(DataError, match=r"segment 0 comes after segment 1"):
         Train.couple([segment(0, 0), segment(1, 9), segment(0, 0)])
-    with pytest.raises(DataError, match=r"what stands before segment 1 at token 9 is lost"):
+    with pytest.raises(DataError, match=r"the part before segment 1 at token 9 is missing"):
         Train.couple([segment(1, 9)])
