@@ -25,7 +25,7 @@ from narrowboat.monitor.history import EVALUATION_FILE, EVENTS_FILE, History, re
 from narrowboat.units import format_bytes
 
 NAME = "long_text"
-FOLDER = Path("build/long_text")
+FOLDER, CPU_FILE = Path("build/long_text"), "cpu.json"
 ORIGINAL, RECOMPUTE, STREAM, KEYFRAMES = "original", "recompute", "exact streaming", "keyframes"
 STRATEGIES = (ORIGINAL, "segments", "segments + carried cache", "all", RECOMPUTE, STREAM, KEYFRAMES)
 KEYS = ("task", "strategy", "scale")
@@ -100,7 +100,8 @@ def row_of(runs: Sequence[Run], original: Sequence[Run]) -> tables.Row:
         "plan": plan and plan.description, "forecast_bytes": plan and sum(plan.forecast_bytes.values()),
         "seeds": len(runs), "steps": len(histories[0].steps), "peak_bytes": max(step.peak_bytes for step in steps),
         "base_bytes": max(step.by_cause.get("base weights", 0) for step in steps),
-        "seconds": median(map(seconds_a_document, runs, histories)), "scores": scored(runs, original),
+        "seconds": median(known) if (known := list(filter(None, map(seconds_a_document, runs, histories)))) else None,
+        "scores": scored(runs, original),
     }  # fmt: skip
 
 
@@ -110,10 +111,18 @@ def account_of(history: History) -> Any:
     return history.data.account
 
 
-def seconds_a_document(run: Run, history: History) -> float:
-    """Of training, for all that a strategy takes of a document of the average length."""
+def seconds_a_document(run: Run, history: History) -> float | None:
+    """Of the processor, for all that a strategy takes of a document of the average length; None of a single step.
+
+    What is between two steps counts as well, so runs that measure in between say nothing.
+    """
+    path = run.folder / CPU_FILE
+    spent = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    if len(spent) < 2 or history.evaluations:
+        return None
     num_documents = len((run.data / "train.jsonl").read_text(encoding="utf-8").splitlines())
-    return history.step_seconds / history.num_tokens * account_of(history)["filled_tokens"] / num_documents
+    num_tokens = sum(step.num_tokens for number, step in history.steps.items() if number > 1)
+    return (spent[-1] - spent[0]) / num_tokens * account_of(history)["filled_tokens"] / num_documents
 
 
 def scored(runs: Sequence[Run], original: Sequence[Run]) -> dict[str, Any]:
@@ -165,10 +174,11 @@ def report() -> str:
         parts += [costs(some), *([qualities(some)] if any(row["scores"] for row in some) else [])]
     text = "\n".join(parts)
     tables.write(NAME, "md", text)
-    largest = [row for row in known if row["scale"] == max(row["scale"] for row in known)]
+    ran = [row for row in known if row["seeds"]]
+    largest = [row for row in ran if row["scale"] == max(row["scale"] for row in ran)]
     tables.write(NAME, "svg", bars([
         ("Peak bytes, of the original's", shares(largest, "peak_bytes")),
-        ("Seconds a document, of the original's", shares(largest, "seconds")),
+        ("CPU seconds a document, of the original's", shares(largest, "seconds")),
     ], list(FULL_TOKENS)))  # fmt: skip
     return text
 
@@ -178,16 +188,27 @@ def costs(some: Sequence[tables.Row]) -> str:
     lines = []
     for row in some:
         of = {name: found for name in (ORIGINAL, RECOMPUTE) if (found := _same(some, row["task"], name))}
-        shares = [f"{row[what] / of[name][what]:.2f}" if name in of else "" for name, what in (
-            (ORIGINAL, "peak_bytes"), (ORIGINAL, "seconds"), (RECOMPUTE, "seconds"))]  # fmt: skip
+        shares = [_share(row, of.get(name), what) for name, what in (
+            (ORIGINAL, "bytes"), (ORIGINAL, "seconds"), (RECOMPUTE, "seconds"))]  # fmt: skip
         lines.append([
             row["task"], row["strategy"], f"{row['tokens']:,}", f"{row['row_tokens']:,}", str(row["seeds"]),
-            format_bytes(row["forecast_bytes"]), format_bytes(row["peak_bytes"]), shares[0],
-            f"{row['seconds']:.1f}", *shares[1:], row["plan"],
+            format_bytes(row["forecast_bytes"]), format_bytes(row["peak_bytes"]) if row["peak_bytes"] else "",
+            shares[0], f"{row['seconds']:.1f}" if row["seconds"] else "", *shares[1:], row["plan"],
         ])  # fmt: skip
     head = ["task", "strategy", "tokens a document", "longest row", "runs", "forecast", "peak", "of original's",
-            "seconds a document", "of original's", "of recompute's", "plan"]  # fmt: skip
+            "CPU seconds a document", "of original's", "of recompute's", "plan"]  # fmt: skip
     return tables.table(head, lines)
+
+
+def _share(row: tables.Row, of: tables.Row | None, what: str) -> str:
+    mine, theirs = (_amount(one, what) if one else None for one in (row, of))
+    return f"{mine / theirs:.2f}" if mine and theirs else ""
+
+
+def _amount(row: tables.Row, what: str) -> float | None:
+    """Bytes, which are those forecast where none were read, or seconds."""
+    found: float | None = row["seconds"] if what == "seconds" else row["peak_bytes"] or row["forecast_bytes"]
+    return found
 
 
 def qualities(some: Sequence[tables.Row]) -> str:
@@ -212,7 +233,7 @@ def shares(some: Sequence[tables.Row], what: str) -> list[Bar]:
     return [
         Bar(row["task"], row["strategy"], row[what] / of[what])
         for row in some
-        if row["strategy"] != ORIGINAL and (of := _same(some, row["task"], ORIGINAL))
+        if row["strategy"] != ORIGINAL and row[what] and (of := _same(some, row["task"], ORIGINAL)) and of[what]
     ]
 
 

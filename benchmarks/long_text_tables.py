@@ -1,13 +1,16 @@
 """The published tables for LoRA on long text, reproduced: what strategies cost, and whether the answers stay as good.
 
-    python -m benchmarks.long_text_tables --scale 1 --steps 1 --answers 0 --seeds 0 1
+    python -m benchmarks.long_text_tables --scale 0.25 --steps 4 --answers 0
     python -m benchmarks.long_text_tables --scale 0.0625 --steps 12 --answers 10 --seeds 0 1 2
+    python -m benchmarks.long_text_tables --scale 1 --forecast     # bytes of whole rows, without a step
     python -m benchmarks.long_text_tables --report                 # tables and plot of all that was run
 
 Three tasks (``long_texts.py``), SmolLM2-135M, rank 16 on all linear layers. Each run is ``narrowboat.train`` and
 ``narrowboat.evaluate``, as a user has them, and leaves its folder in ``build/long_text``; what is there is not run
 again. Strategies take turns. Those of whole rows have the budget that their plan is forecast to take, so that nothing
-but that plan fits. ``original`` keeps all activations; even so its logits are never whole, as they are elsewhere.
+but that plan fits. Seconds are the processor's, of one thread (``OMP_NUM_THREADS=1``) and without the first step, which
+also knows no optimizer states yet. ``original`` keeps all activations; even so its logits are never whole, as they are
+elsewhere.
 """
 
 from __future__ import annotations
@@ -18,13 +21,18 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
 from benchmarks.long_text_report import (
+    CPU_FILE,
     FOLDER,
     KEYFRAMES,
+    KEYS,
+    NAME,
     ORIGINAL,
     RECOMPUTE,
     STRATEGIES,
@@ -36,7 +44,9 @@ from benchmarks.long_texts import FULL_TOKENS, records
 from narrowboat import api
 from narrowboat.assembly import Setting
 from narrowboat.choosing import search_in
+from narrowboat.events import Event, StepDone
 from narrowboat.options.load import load
+from narrowboat.planner.amounts import Forecast
 from narrowboat.preparing import prepared_data
 
 CARRIED_SHARE, KEYFRAMES_SHARE, SEGMENTS = 0.75, 0.4, 4
@@ -67,6 +77,23 @@ def flags_of(run: Run) -> dict[str, Any]:
 
 def do(run: Run, steps: int, num_answers: int) -> None:
     """Train, and measure if answers are wanted."""
+    flags = all_flags(run, steps, num_answers)
+    if "carry.policy" not in flags and run.strategy != ORIGINAL:
+        flags["memory.budget"] = just_enough(flags).device_bytes
+    spent: list[float] = []
+
+    def clock(event: Event) -> None:
+        if isinstance(event, StepDone):
+            spent.append(time.process_time())
+
+    api.train(load(None, flags), quiet=True, callbacks=[clock])
+    (run.folder / CPU_FILE).write_text(json.dumps(spent))
+    if num_answers:
+        api.evaluate(run.folder)
+
+
+def all_flags(run: Run, steps: int, num_answers: int) -> dict[str, Any]:
+    """The options of a run, whose data is there then."""
     data = written(run, num_answers)
     flags = {
         "data.train": str(data / "train.jsonl"), "data.cache": str(FOLDER / "prepared"), "data.heldout_share": 0,
@@ -77,12 +104,7 @@ def do(run: Run, steps: int, num_answers: int) -> None:
     }  # fmt: skip
     if num_answers:
         flags["data.heldout"] = str(data / "heldout.jsonl")
-    flags |= flags_of(run)
-    if "carry.policy" not in flags and run.strategy != ORIGINAL:
-        flags["memory.budget"] = just_enough(flags)
-    api.train(load(None, flags), quiet=True)
-    if num_answers:
-        api.evaluate(run.folder)
+    return flags | flags_of(run)
 
 
 def written(run: Run, num_heldout: int) -> Path:
@@ -95,13 +117,23 @@ def written(run: Run, num_heldout: int) -> Path:
     return folder
 
 
-def just_enough(flags: Mapping[str, Any]) -> int:
-    """Bytes that the fastest plan of the wanted kind takes for the longest row; of streaming, with inputs on disk."""
+def just_enough(flags: Mapping[str, Any]) -> Forecast:
+    """What the fastest plan of the wanted kind takes for the longest row; of streaming, with inputs on disk."""
     setting = Setting.of(load(None, dict(flags)), lambda event: None)
     data, search = prepared_data(setting, quiet=True), search_in(setting)
     plan = next(p for p in search.rungs if p.layers != "stream" or p.inputs != "device")
     longest = max(int(n) for rows in (data.train, data.heldout) for n in rows.lengths)
-    return search.in_every_phase(search.forecast(plan, longest)).device_bytes
+    return search.in_every_phase(search.forecast(plan, longest))
+
+
+def foreseen(run: Run) -> tables.Row:
+    """A row without a step."""
+    found = just_enough(all_flags(run, 1, 0))
+    return {
+        "task": run.task, "strategy": run.strategy, "scale": run.scale, "date": date.today().isoformat(),
+        "tokens": found.num_tokens, "row_tokens": found.num_tokens, "plan": found.plan.describe(), "seeds": 0,
+        "forecast_bytes": found.device_bytes, "peak_bytes": None, "seconds": None, "scores": {},
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -116,10 +148,14 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(FULL_TOKENS), default=list(FULL_TOKENS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--minutes", type=float, default=25.0, help="after which nothing new is begun")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--forecast", action="store_true", help="run nothing: what whole rows are forecast to take")
+    parser.add_argument("--report", action="store_true", help="run nothing: tables and plot anew")
     given = parser.parse_args()
     until = time.monotonic() + 60 * given.minutes
-    if not given.report:
+    if given.forecast:
+        whole = product(given.tasks, (ORIGINAL, RECOMPUTE, STREAM))
+        tables.merge(NAME, [foreseen(Run(task, strategy, given.scale, 0)) for task, strategy in whole], KEYS)
+    elif not given.report:
         for seed, task, strategy in product(given.seeds, given.tasks, given.strategies):
             run = Run(task, strategy, given.scale, seed)
             if run.is_done or (strategy == KEYFRAMES and task != "dialogues"):
