@@ -167,7 +167,12 @@ def report() -> str:
     """Write ``results/long_text.{json,md,svg}``; the page."""
     known = sorted(rows(), key=lambda row: (row["scale"], list(FULL_TOKENS).index(row["task"]),
                                             STRATEGIES.index(row["strategy"])))  # fmt: skip
-    parts = ["# LoRA on long text: what strategies cost, and how good the answers stay\n"]
+    days = sorted({row["date"] for row in known})
+    parts = [
+        "# LoRA on long text: what strategies cost, and how good the answers stay\n",
+        f"`python -m benchmarks.long_text_tables` (its `--help` has the commands), {' to '.join(days)}: SmolLM2-135M in "
+        "bfloat16 on a CPU, rank 16. Bytes count the weights. Forecasts are of the highest phase, with a margin.\n",
+    ]
     for scale in dict.fromkeys(row["scale"] for row in reversed(known)):
         some = [row for row in known if row["scale"] == scale]
         parts.append(f"## Lengths times {scale:g}\n")
