@@ -170,7 +170,7 @@ def report() -> str:
     days = sorted({row["date"] for row in known})
     parts = [
         "# LoRA on long text: what strategies cost, and how good the answers stay\n",
-        f"`python -m benchmarks.long_text_tables` (its `--help` has the commands), {' to '.join(days)}: SmolLM2-135M in "
+        f"`python -m benchmarks.long_text_tables` (commands: `--help`), {' to '.join(days)}: SmolLM2-135M in "
         "bfloat16 on a CPU, rank 16. Bytes count the weights. Forecasts are of the highest phase, with a margin.\n",
     ]
     for scale in dict.fromkeys(row["scale"] for row in reversed(known)):
