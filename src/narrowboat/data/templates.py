@@ -64,9 +64,7 @@ class Template:
             self._renderer = Renderer(tokenizer.chat_template, tokenizer.special_tokens_map)
         except DataError as error:
             raise DataError(f"the chat template of {self.name} {error}") from None
-        self._call_form: tuple[str | None, bool] | None = (
-            None  # the form of calls, found by _with_calls at the first call
-        )
+        self._call_form: tuple[str | None, bool] | None = None  # found at the first call
         self._num_overruns = 0
         self.takes_parts = False  # templates of vision models take lists of parts
         user: Message = {"role": "user", "content": END}

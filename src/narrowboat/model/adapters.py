@@ -89,9 +89,7 @@ def adapt(
             if ".lora_A." in name:
                 parameter.requires_grad_(False)
     if experts:
-        owners = {name.rpartition(".")[0] for name in experts}
-        theirs = [p for owner in owners for p in anatomy.causal.get_submodule(owner).parameters() if p.requires_grad]
-        tell(Notice(words_with(anatomy.causal, experts, sum(p.numel() for p in theirs))))
+        tell(Notice(words_with(anatomy.causal, experts, _num_trainable(anatomy.causal, experts))))
     if num_cast := keep_masters(adapted):
         half = name_of(next(p.dtype for p in model.parameters() if p.dtype in HALF))
         tell(
@@ -107,6 +105,12 @@ def adapt(
         num_trainable=sum(p.numel() for p in trainable),
         num_parameters=sum(p.numel() for p in adapted.parameters()),
     )
+
+
+def _num_trainable(model: nn.Module, experts: Sequence[str]) -> int:
+    """Trained weights of the modules that own the weights ``experts``."""
+    owners = {name.rpartition(".")[0] for name in experts}
+    return sum(p.numel() for owner in owners for p in model.get_submodule(owner).parameters() if p.requires_grad)
 
 
 def _configuration(
