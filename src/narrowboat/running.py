@@ -251,8 +251,8 @@ def _go_on(ready: Assembled, checkpoint: Path) -> None:
     assert ready.optimizer is not None
     carry = restore(checkpoint, ready.model, ready.optimizer)
     ready.gauge.watch_model(ready.model)
-    if ready.engine.carrying is not None and carry:
-        ready.engine.carrying.load_state_dict(carry)
+    if carry:
+        ready.engine.feed.load_state_dict(carry)
 
 
 def _samples(data: Prepared, setting: Setting) -> Iterator[dict[str, Any]]:

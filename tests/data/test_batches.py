@@ -65,25 +65,6 @@ def test_longest_first():
     assert schedule[len(schedule)] == [3]
 
 
-@pytest.mark.parametrize("num_rows", [3, 7, 22])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 64, 150])
-def test_r20_every_rank_runs_the_same_number_and_every_row_once(num_rows, world_size, micro_batch_tokens):
-    lengths = np.random.default_rng(num_rows).integers(1, 100, num_rows)
-    ranks = [StepSchedule(lengths, 200, 0, world_size=world_size, rank=rank) for rank in range(world_size)]
-    seen: list[int] = []
-    for step in range(len(ranks[0])):
-        shares = [schedule.portions(step, micro_batch_tokens) for schedule in ranks]
-        assert len({len(share) for share in shares}) == 1
-        portions = [portion for share in shares for portion in share]
-        assert sum(not portion.counts for portion in portions) < world_size
-        for portion in portions:
-            sizes = [int(lengths[i]) for i in portion.rows]
-            assert len(sizes) == 1 or len(sizes) * max(sizes) <= micro_batch_tokens
-            seen += portion.rows if portion.counts else ()
-    assert sorted(seen) == list(range(num_rows))
-
-
 @given(lengths=LENGTHS, micro_batch_tokens=st.integers(1, 500))
 def test_micro_batches_keep_their_budget_padding_included(lengths, micro_batch_tokens):
     groups = micro_batches([row(length) for length in lengths], micro_batch_tokens)

@@ -30,8 +30,6 @@ class StepSchedule:
         seed: decides the order, together with the epoch's number.
         longest_first: start each epoch with the step batch that holds the longest row, so that a run that does not fit
             fails in its first step.
-        world_size: number of ranks that share a step batch; ``portions`` divides it.
-        rank: the number of this rank.
     """
 
     def __init__(
@@ -40,12 +38,9 @@ class StepSchedule:
         batch_tokens: int,
         seed: int,
         longest_first: bool = False,
-        world_size: int = 1,
-        rank: int = 0,
     ) -> None:
         self.lengths: NDArray[np.int64] = np.asarray(lengths, dtype=np.int64)
         self.seed, self.longest_first = seed, longest_first
-        self.world_size, self.rank = world_size, rank
         self._room = _round_up(self.lengths, batch_tokens)
         steps = row_numbers(self._room, batch_tokens)
         self._steps = int(steps.max(initial=-1)) + 1
@@ -56,23 +51,11 @@ class StepSchedule:
         return self._steps
 
     def __getitem__(self, step: int) -> list[int]:
-        """Row numbers of step batch ``step``, over all ranks."""
+        """Row numbers of step batch ``step``."""
         epoch, place = divmod(step, self._steps)
         if self._epoch[0] != epoch:
             self._epoch = (epoch, self._deal(epoch))
         return self._epoch[1][place]
-
-    def portions(self, step: int, micro_batch_tokens: int) -> list[Portion]:
-        """This rank's micro-batches of step batch ``step``; every rank has the same number.
-
-        Where the rows cannot be divided evenly, up to ``world_size - 1`` ranks run one row again without counting it.
-        """
-        rows = self[step]
-        groups = [[rows[i] for i in group] for group in group_rows(self.lengths[rows], micro_batch_tokens)]
-        dealt = [Portion(tuple(group)) for group in groups]
-        filler = Portion((min(rows, key=lambda row: int(self.lengths[row])),), counts=False)
-        dealt += [filler] * (-len(dealt) % self.world_size)
-        return dealt[self.rank :: self.world_size]
 
     def _deal(self, epoch: int) -> list[list[int]]:
         """Rows of each step batch in the order of ``epoch``."""
@@ -102,14 +85,6 @@ def _round_up(lengths: NDArray[np.int64], batch_tokens: int) -> NDArray[np.int64
     fits = lengths <= batch_tokens
     rounded = sizes[np.searchsorted(sizes, np.minimum(lengths, batch_tokens))]
     return np.where(fits, rounded, lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """Row numbers of one micro-batch; with ``counts=False`` it is a filler whose loss has weight 0."""
-
-    rows: tuple[int, ...]
-    counts: bool = True
 
 
 def group_rows(lengths: Sequence[int] | NDArray[np.int64], micro_batch_tokens: int) -> list[list[int]]:

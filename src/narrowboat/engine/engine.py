@@ -1,7 +1,9 @@
 """The engine: a model made ready under a plan, and the one step that everything else runs.
 
 Training, evaluation and forecast go through this code, the forecast on fake tensors: it cannot drift away from what it
-forecasts. The engine knows how a step is made; when is the loop's affair.
+forecasts. The engine knows how a step is made; when is the loop's affair. It keeps the order, takes back what failed,
+and looks whether all is finite. The rest are three parts: what is learnt (``objective.py``), where forwards come from
+(``feed.py``, ``carrying.py``), and who does which part and how gradients meet (``ranks.py``).
 
 A step batch's loss is the sum of its token losses over its supervised tokens, however its rows are split into
 micro-batches: 4.0 on one token and 1.0 on three give 1.75, not 2.5.
@@ -14,27 +16,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from narrowboat.data.batches import MicroBatch, collate, group_rows
 from narrowboat.data.examples import IGNORED, Row
-from narrowboat.data.trains import Train
-from narrowboat.engine.carrying import Carrying, LossOf, Stretch
+from narrowboat.engine.carrying import Carrying
+from narrowboat.engine.feed import Feed, WholeRows
 from narrowboat.engine.gradients import gradients_of
+from narrowboat.engine.objective import CrossEntropy, Objective
+from narrowboat.engine.ranks import OneProcess, Ranks
 from narrowboat.engine.scaling import LossScale
 from narrowboat.engine.undo import Undo
 from narrowboat.events import Notice, Tell
 from narrowboat.memory.carry.carrier import Carrier
-from narrowboat.memory.carry.handover import Handover
 from narrowboat.memory.contract import Contract
 from narrowboat.memory.finite import NotFinite, where_not_finite
 from narrowboat.memory.install import install
 from narrowboat.memory.installed import Installed
-from narrowboat.memory.linear_loss import shift
 from narrowboat.memory.reading import Reading
 from narrowboat.memory.schemes import Scheme
 from narrowboat.optimizers import driving
@@ -80,6 +80,8 @@ class Engine:
         carrier: hands keys and values on; rows are then trains of segments, each of which goes through alone.
         scheme: of attention that is not full; not together with a carrier.
         contract: what the model asks for, if that is known.
+        objective: what is learnt; cross-entropy with labels when not given.
+        ranks: the processes of the run; this one alone when not given.
     """
 
     def __init__(
@@ -94,15 +96,19 @@ class Engine:
         carrier: Carrier | None = None,
         scheme: Scheme | None = None,
         contract: Contract | None = None,
+        objective: Objective | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.model, self.optimizer, self.scale = model, optimizer, scale
-        self._pad_id, self._tell = pad_id, tell
+        self.model, self.optimizer, self.scale, self._tell = model, optimizer, scale, tell
+        self.ranks = ranks or OneProcess()
+        self._objective = objective or CrossEntropy(model)
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._installed: Installed = install(model, plan, tell, contract)
         self.owner = self._installed.owner
         self.device, self.underway = self.owner.device, self._installed.underway
         self._installed.scheme = scheme
         self.carrying = None if carrier is None else Carrying(carrier, self.device)
+        self.feed: Feed = self.carrying or WholeRows(self._installed, pad_id, self.ranks)
         self._states_are_told = False
         self.undo = Undo(trainable, optimizer)
         self._gradients = None if optimizer is None else gradients_of(optimizer, trainable, clip_norm, self.undo)
@@ -183,42 +189,22 @@ class Engine:
     def evaluate(self, rows: Sequence[Row]) -> tuple[float, int]:
         """Summed loss in nats and number of supervised tokens; ``rows`` go through as the plan's micro-batches."""
         self.model.eval()
-        total, num_supervised = 0.0, 0
+        total = 0.0
         with self._unchanged_if_it_fails(), driving.averaged(self.optimizer):
-            if self.carrying is not None:
-                loss_of = partial(self._segment_loss, num_items=1, seed=0)
-                self.underway.begin("evaluation", len(rows))
-                losses = [loss for row in rows for loss in self._evaluated(_as_train(row), loss_of)]
-                return number(torch.stack(losses).sum()), sum(row.num_supervised for row in rows)
-            groups = group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens)
-            self.underway.begin("evaluation", len(groups))
-            for group in groups:
-                batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
-                if batch.num_supervised:
-                    total += number(self._loss(batch, 1, [0] * len(group)))
-                    num_supervised += batch.num_supervised
+            self.underway.begin("evaluation", self.feed.num_evaluations(rows))
+            for loss in self.feed.evaluate(rows, partial(self._objective.loss, num_items=1)):
+                total += number(loss)
                 self.underway.next()
-        return total, num_supervised
-
-    def _evaluated(self, train: Train, loss_of: LossOf) -> list[torch.Tensor]:
-        assert self.carrying is not None
-        losses = self.carrying.evaluate(train, loss_of)
-        self.underway.next()
-        return losses
+            summed = self.ranks.total(torch.tensor(total, dtype=torch.float64))
+        return number(summed), sum(row.num_supervised for row in rows)
 
     @torch.no_grad()
     def token_losses(self, row: Row) -> TokenLosses:
         """The loss of each learnt token of ``row``, with the place in its document at which it was predicted."""
         self.model.eval()
-        if self.carrying is None:
-            batch = collate([row], self._pad_id).to(self.device)
-            losses = [self._model_losses(batch.input_ids, shift(batch.labels), batch.position_ids, batch.lengths)]
-            targets = shift(batch.labels)[0].cpu().numpy()
-        else:
-            train = _as_train(row)
-            losses, targets = self.carrying.evaluate(train, self._segment_losses), train.targets
+        losses, targets = self.feed.by_token(row, self._objective.by_token)
         learnt = targets != IGNORED
-        return TokenLosses(torch.cat(losses).float().cpu().numpy()[learnt], row.position_ids[learnt])
+        return TokenLosses(losses.float().cpu().numpy()[learnt], row.position_ids[learnt])
 
     @property
     def reads_on(self) -> bool:
@@ -247,45 +233,23 @@ class Engine:
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 
-    def _segment_losses(self, stretch: Stretch, handover: Handover) -> torch.Tensor:
-        positions = handover.positions(self.device)
-        return self._model_losses(stretch.input_ids, stretch.targets, positions, None, carry=handover)
-
-    def _model_losses(
-        self, input_ids: torch.Tensor, targets: torch.Tensor, position_ids: torch.Tensor, lengths: Any, **further: Any
-    ) -> torch.Tensor:
-        """``[tokens]``; 0 where nothing is learnt."""
-        out = self.model(
-            input_ids=input_ids, shift_labels=targets, position_ids=position_ids, lengths=lengths,
-            dropout_seeds=[0], by_token=True, **further,
-        )  # fmt: skip
-        losses: torch.Tensor = out.loss[0]
-        return losses
-
     def where_not_finite(self, rows: Sequence[Row]) -> NotFinite | None:
         """The first layer and tile whose output is no number; None if all are, or where a carry goes with the rows."""
-        if self.carrying is not None:
-            return None
-        for group in self._learnt_groups(rows):
-            batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
-            inputs = {
-                "input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids,
-                "attention_mask": batch.attention_mask, "lengths": batch.lengths, "dropout_seeds": [0] * len(group),
-            }  # fmt: skip
+        for forward in self.feed.alone(rows):
+            inputs = {**forward.inputs, "dropout_seeds": forward.seeds}
             if (found := where_not_finite(self._installed, inputs)) is not None:
                 return found
         return None
 
     @contextmanager
     def _unchanged_if_it_fails(self) -> Iterator[None]:
-        mark = None if self.carrying is None else self.carrying.mark()
+        mark = self.feed.mark()
         scale = None if self.scale is None else replace(self.scale)
         try:
             yield
         except BaseException:
             self.undo.take_back()
-            if self.carrying is not None and mark is not None:
-                self.carrying.go_back(mark)
+            self.feed.go_back(mark)
             if self.scale is not None and scale is not None:
                 self.scale.value, self.scale.num_good = scale.value, scale.num_good
             self.forget()
@@ -304,83 +268,26 @@ class Engine:
     ) -> tuple[torch.Tensor, int]:
         """The step batch's loss and number of micro-batches; its gradients, scaled, are there."""
         assert self._gradients is not None
-        num_supervised = max(1, sum(row.num_supervised for row in rows))
-        num_parts = self._num_parts(rows)
+        loss_of = partial(
+            self._objective.loss,
+            num_items=self._objective.num_items(rows),
+            scale=None if self.scale is None else self.scale.value,
+        )
+        num_parts = self.feed.num_backwards(rows)
         self._gradients.begin(num_parts)
         self.underway.begin("step", num_parts)
         with cause(GRADIENTS):
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        for i, part in enumerate(self._parts(rows, num_supervised, seed), 1):
+        for i, part in enumerate(self.feed.losses(rows, seed, loss_of), 1):
             loss += part.detach()
             self.underway.turn()
             self._gradients.add(part, loss, self._scale_value, is_last=i == num_parts)
             self.underway.next()
-            after_micro_batch()
-        return loss, num_parts
-
-    def _num_parts(self, rows: Sequence[Row]) -> int:
-        """How many backwards a step batch takes."""
-        if self.carrying is not None:
-            return sum(self.carrying.num_losses(_as_train(row)) for row in rows)
-        return len(self._learnt_groups(rows))
-
-    def _learnt_groups(self, rows: Sequence[Row]) -> list[list[int]]:
-        groups = group_rows([row.num_tokens for row in rows], self.plan.micro_batch_tokens)
-        return [group for group in groups if any(rows[i].num_supervised for i in group)]
-
-    def _parts(self, rows: Sequence[Row], num_supervised: int, seed: int) -> Iterator[torch.Tensor]:
-        """The step batch's loss in summands, each of which is to go backwards before the next is asked for."""
-        if self.carrying is None:
-            for group in self._learnt_groups(rows):
-                batch = collate([rows[i] for i in group], self._pad_id).to(self.device)
-                yield self._loss(batch, num_supervised, [_row_seed(seed, i) for i in group])
-            return
-        for i, row in enumerate(rows):
-            loss_of = partial(self._segment_loss, num_items=num_supervised, seed=_row_seed(seed, i))
-            yield from self.carrying.losses(_as_train(row), loss_of)
-
-    def _loss(self, batch: MicroBatch, num_items: int, seeds: Sequence[int]) -> torch.Tensor:
-        """Summed loss over ``num_items``. Scaling begins at the logits: what follows them is held in 16 bits."""
-        scaled = None
-        if self.scale is not None and torch.is_grad_enabled():
-            scaled = torch.full(batch.labels.shape, self._scale_value / num_items, device=self.device)
-        return self.model(
-            input_ids=batch.input_ids,
-            labels=batch.labels,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-            lengths=batch.lengths,
-            loss_weights=scaled,
-            num_items_in_batch=num_items if scaled is None else self._scale_value,
-            dropout_seeds=seeds,
-            learnt=batch.learnt,
-        ).loss
-
-    def _segment_loss(self, stretch: Stretch, handover: Handover, num_items: int, seed: int) -> torch.Tensor:
-        """The same over one segment of a train."""
-        scaled = None
-        if self.scale is not None and torch.is_grad_enabled():
-            scaled = torch.full(stretch.targets.shape, self._scale_value / num_items, device=self.device)
-        return self.model(
-            input_ids=stretch.input_ids,
-            shift_labels=stretch.targets,
-            position_ids=handover.positions(self.device),
-            loss_weights=scaled,
-            num_items_in_batch=num_items if scaled is None else self._scale_value,
-            dropout_seeds=[seed],
-            carry=handover,
-        ).loss
+            if self.feed.allows_replanning:
+                after_micro_batch()
+        self._gradients.meet(self.ranks)
+        return self.ranks.total(loss), num_parts
 
     @property
     def _scale_value(self) -> float:
         return 1.0 if self.scale is None else self.scale.value
-
-
-def _as_train(row: Row) -> Train:
-    assert isinstance(row, Train), "with a carrier, rows are trains"
-    return row
-
-
-def _row_seed(seed: int, row: int) -> int:
-    """A row's own seed, by its place in the step batch, not in a micro-batch."""
-    return (seed << 20) + row

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from narrowboat.engine.ranks import Ranks
 from narrowboat.engine.undo import Undo
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.buckets import DuringBackward
@@ -48,6 +49,10 @@ class Gathered:
     def add(self, part: torch.Tensor, so_far: torch.Tensor, scale: float, is_last: bool) -> None:
         """The backward of one part of the loss, times ``scale``; ``so_far`` is the loss up to and with it."""
         part.backward(torch.full_like(part, scale))
+
+    def meet(self, ranks: Ranks) -> None:
+        """Sum them over all ranks."""
+        ranks.gather(self._present())
 
     def norm(self, scale: float) -> torch.Tensor:
         """Norm of the whole without ``scale``: one pass, which finds anything not finite in the adapters' gradients."""

@@ -185,8 +185,7 @@ class _Leg:
         self.recovery.gauge.begin("saving")
         if scale is not None:
             position = replace(position, scale={"value": scale.value, "num_good": scale.num_good})
-        carry = None if engine.carrying is None else engine.carrying.state_dict()
-        take = partial(snapshot, position, engine.model, engine.optimizer, carry)
+        take = partial(snapshot, position, engine.model, engine.optimizer, engine.feed.state_dict())
         self.saver.save(partial(self.recovery.run, take, [], position.step), position, at_once)
 
 
@@ -200,8 +199,8 @@ def _step(recovery: Recovery, course: Course, options: Options, position: Positi
     rows = [course.rows[i] for i in course.schedule[position.step + position.num_passed_over]]
     rate = learning_rate(options.optimizer, step, course.num_steps)
     seed = _step_seed(options.train.seed, step)
-    watched = {} if engine.carrying else {"after_micro_batch": partial(recovery.after_micro_batch, rows, step)}
-    outcome = recovery.run(partial(engine.step, rows, rate, seed, **watched), rows, step)
+    watch = partial(recovery.after_micro_batch, rows, step)
+    outcome = recovery.run(partial(engine.step, rows, rate, seed, watch), rows, step)
     if outcome.was_skipped:
         return after_bad_step(recovery, rows, outcome, position, options.optimizer.max_skipped, tell)
     loss, norm = recovery.run(lambda: (float(outcome.loss), float(outcome.gradient_norm)), rows, step)
