@@ -104,6 +104,12 @@ def families(auto: Any = AutoModelForCausalLM) -> list[str]:
     return sorted(auto._model_mapping._model_mapping)
 
 
+def _made_empty(kind: Any, config: Any) -> Any:
+    """A model without weights, which ``install`` would be given."""
+    with torch.device("meta"):
+        return kind._from_config(config)
+
+
 def outcome(family: str) -> Outcome:
     """Try one family."""
     try:
@@ -111,19 +117,21 @@ def outcome(family: str) -> Outcome:
         if hasattr(config, "is_decoder"):
             config.is_decoder = True
         kind, config = class_and_config(config)
-        config._attn_implementation = "sdpa" if supports_sdpa(kind) else "eager"
-        model = miniature(kind, config)
+        empty = _made_empty(kind, config)
     except Exception as error:  # defaults of which nobody made a model
         return Outcome(family, broke=f"{NO_MODEL}: {type(error).__name__}: {first_line(error)}")
+    config = empty.config
+    config._attn_implementation = "sdpa" if supports_sdpa(kind) else "eager"
     try:
-        contract = contract_for(model)
+        contract = contract_for(empty)
+        model = miniature(kind, config)
     except AnatomyError as error:
         return Outcome(family, kind.__name__, refused=str(error))
     try:
         wrong = _wrong(model, contract)
     except Exception as error:
         return Outcome(family, kind.__name__, broke=f"{type(error).__name__}: {first_line(error)}")
-    plans = {layers: contract.refused.get(layers, "") for layers in ("keep", "recompute", "stream")}  # type: ignore[call-overload]
+    plans = {layers: contract.refused.get(layers, "") for layers in ("keep", "recompute", "stream")}
     whole = tuple(layer.why for layer in contract.layers.values() if layer.tiles == "none")
     return Outcome(family, kind.__name__, "", plans, contract.separates, whole, bool(experts_of(model)), wrong)
 

@@ -32,19 +32,19 @@ def contract_for(model: torch.nn.Module) -> Contract:
     """
     causal: Any = unwrap(model)
     kind = type(causal)
-    small = miniature_config(causal.config).to_json_string()
-    key = f"{kind.__module__}.{kind.__qualname__} {attention_name(causal.config)} {small}"
-    if key not in _known:
-        try:
+    try:
+        small = miniature_config(causal.config).to_json_string()
+        key = f"{kind.__module__}.{kind.__qualname__} {attention_name(causal.config)} {small}"
+        if key not in _known:
             with _calm():
                 _known[key] = Trial(miniature(kind, causal.config)).contract()
-        except AnatomyError:
-            raise
-        except Exception as error:  # of whatever the class makes of a small configuration, or of a few tokens of text
-            raise AnatomyError(
-                f"{kind.__name__} cannot be trained by Narrowboat: a miniature of it, given text alone, ends in "
-                f"{type(error).__name__}: {first_line(error)}"
-            ) from error
+    except AnatomyError:
+        raise
+    except Exception as error:  # of whatever the class makes of a small configuration, or of a few tokens of text
+        raise AnatomyError(
+            f"{kind.__name__} cannot be trained by Narrowboat: a miniature of it, given text alone, ends in "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
     return _known[key]
 
 

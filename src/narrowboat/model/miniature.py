@@ -34,14 +34,16 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"rotary_dim|.*state_size|.*d_state|mamba_d_head", 8),
     (r"qk_head_dim|index(er)?_head_dim", 32),  # qk_nope_head_dim and qk_rope_head_dim together
     (r".*head_?(dim|size)|d_head|dim_head|kv_channels|mamba_n_heads", 16),
-    (r".*kv_heads|.*key_value_heads|linear_num_key_heads|num_query_groups|(mamba_)?n_?groups|o_groups", 2),
+    (r".*kv_(n_)?heads|.*key_value_heads|linear_num_key_heads|num_query_groups|(mamba_)?n_?groups|o_groups", 2),
     (r"num_heads|mamba_num_heads|n_mamba_heads", 8),
     (r".*attention_heads|n_heads?|linear_num(_value)?_heads|index(er)?_n_heads", 4),
     (r".*(intermediate|ffn|feed_forward|mid).*(size|dim).*|dff|dim_ff|d_inner|mamba_d_ssm", 128),
-    (r".*(hidden|embed|emb|embedding).*(size|dim)|d_model|n_embd|dim|lru_width|dim_model_base", 64),
+    (r".*(hidden|embed|emb|embedding).*(size|dim)|codebook_dim|d_model|n_embd|dim|lru_width|dim_model_base", 64),
     (r"(n_routed|num_local|moe_num|num|n|zero)_experts?(_num)?", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|moe_top_k|n_group|num_expert_group", 2),
     (r"index(er)?_(topk(_blocks)?|budget)", 6),
+    (r"index_kpool", 3),
+    (r".*feature_layers?", MIN_LAYERS - 1),
     (r"topk_group|first_k_dense_replace|num_dense_layers|.*_offset", 1),
     (r".*_rank|hc_lowrank", 8),
     (r".*window.*|local_attention|.*chunk_size|.*chunk_length|block_size|index_block_size", 9),
@@ -158,6 +160,9 @@ def _in_proportion(before: Mapping[str, Any], made: dict[str, Any]) -> dict[str,
             and not before[name] % before[of]
         ):
             made[name] = made[of] * (before[name] // before[of])
+    parts = [made.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if made.get("head_dim") and all(parts) and before["head_dim"] > before["qk_rope_head_dim"]:
+        made["head_dim"] = sum(parts)  # of both, and not another name of one
     ropes = [value for key, value in made.items() if key == "rope_parameters" and isinstance(value, dict)]
     if ropes and (share := _head_size(made) / _head_size(before) if _head_size(before) else 0):
         made["rope_parameters"] = _with_sections(ropes[0], share)
