@@ -104,10 +104,15 @@ def families(auto: Any = AutoModelForCausalLM) -> list[str]:
     return sorted(auto._model_mapping._model_mapping)
 
 
-def _made_empty(kind: Any, config: Any) -> Any:
-    """A model without weights, which ``install`` would be given."""
-    with torch.device("meta"):
-        return kind._from_config(config)
+def _made(kind: Any, config: Any) -> Any:
+    """A miniature; where none can be made, a model without weights, which is then refused."""
+    empty = config.__class__.from_dict(config.to_dict())
+    config._attn_implementation = "sdpa" if supports_sdpa(kind) else "eager"
+    try:
+        return miniature(kind, config)
+    except Exception:
+        with torch.device("meta"):
+            return kind._from_config(empty)
 
 
 def outcome(family: str) -> Outcome:
@@ -117,14 +122,11 @@ def outcome(family: str) -> Outcome:
         if hasattr(config, "is_decoder"):
             config.is_decoder = True
         kind, config = class_and_config(config)
-        empty = _made_empty(kind, config)
+        model = _made(kind, config)
     except Exception as error:  # defaults of which nobody made a model
         return Outcome(family, broke=f"{NO_MODEL}: {type(error).__name__}: {first_line(error)}")
-    config = empty.config
-    config._attn_implementation = "sdpa" if supports_sdpa(kind) else "eager"
     try:
-        contract = contract_for(empty)
-        model = miniature(kind, config)
+        contract = contract_for(model)
     except AnatomyError as error:
         return Outcome(family, kind.__name__, refused=str(error))
     try:

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from narrowboat.memory.carry.policy import Candidates
 from narrowboat.plan import MemoryPlan
 from tests.memory.carry import slow
-from tests.memory.carry.trains import engine_of, train_of
+from tests.memory.carry.trains import CACHE, engine_of, train_of
 from tests.memory.families import adapted
 
 LENGTHS, BUDGET = (9, 14, 8, 12, 40, 10, 7), 20
@@ -94,7 +94,8 @@ def attend(model: Any, ids: torch.Tensor, start: int, layers: list[Layer]) -> li
             cache.update(*layer.seen(), i)
     length = ids.shape[1]
     positions = torch.arange(start, start + length)[None]
-    out = model(input_ids=ids, cache=cache, use_cache=True, position_ids=positions, output_attentions=True)
+    given = {CACHE: cache, "use_cache": True, "output_attentions": True}
+    out = model(input_ids=ids, position_ids=positions, **given)
     for layer, of_layer in zip(layers, cache.layers, strict=True):
         layer.keys = torch.cat((layer.keys, of_layer.keys[0, :, -length:]), 1)
         layer.values = torch.cat((layer.values, of_layer.values[0, :, -length:]), 1)

@@ -19,6 +19,7 @@ from narrowboat.memory.tile import Tile
 from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 from tests.memory.carry.trains import (
+    CACHE,
     LENGTHS,
     carry_options,
     engine_of,
@@ -46,7 +47,7 @@ def reference(train: Any, budget: int, detach_every: int) -> tuple[torch.Tensor,
                 layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
         here = slice(start, start + length)
         positions = torch.arange(start, start + length)[None]
-        out = model(input_ids=ids[:, here], cache=cache, use_cache=True, position_ids=positions)
+        out = model(input_ids=ids[:, here], **{CACHE: cache}, use_cache=True, position_ids=positions)
         losses.append(F.cross_entropy(out.logits[0].float(), targets[0, here], reduction="sum"))
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys[:, :, -budget:], layer.values[:, :, -budget:]

@@ -7,15 +7,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaForCausalLM
 
 from narrowboat.data.trains import Train
 from narrowboat.engine.engine import Engine
+from narrowboat.memory.arguments import takes
 from narrowboat.memory.carry.carrier import Carrier
+from narrowboat.memory.layer_call import CACHE_NAMES
 from narrowboat.options.schema import CarryOptions
 from narrowboat.plan import MemoryPlan
 from tests.memory.families import adapted, gradients
 
 LENGTHS = (13, 9, 16, 7)
+CACHE = next(name for name in CACHE_NAMES if takes(LlamaForCausalLM.forward, name))
+"""What this transformers calls the argument."""
 
 
 def train_of(lengths: Sequence[int] = LENGTHS, seed: int = 0, **changes: Any) -> Train:
