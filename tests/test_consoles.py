@@ -71,10 +71,12 @@ def test_a_run_over_such_a_file_is_written_down_and_can_be_measured(
     assert json.loads(out)
 
 
-def test_one_of_several_processes_is_refused_by_name(run_options: RunOptions, tmp_path: Path) -> None:
+def test_one_of_several_processes_without_the_others_is_an_error_in_a_sentence(
+    run_options: RunOptions, tmp_path: Path
+) -> None:
     dump(run_options(), tmp_path / "run.yaml")
     code, _, err = said("train", tmp_path / "run.yaml", WORLD_SIZE="2", RANK="1")
-    assert code == 2
-    assert b"This is process 1 of 2, as torchrun starts them" in err
-    assert b"option parallel" in err
+    assert code == 1
+    assert b"narrowboat: Process 1 of 2 did not find the others" in err
+    assert b"Traceback" not in err
     assert not (tmp_path / "run").exists()

@@ -6,24 +6,27 @@ The functions are thin: the modules below this one do the work.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from narrowboat import exporting, measuring, planning
-from narrowboat.errors import Interrupted, said_in_words
+from narrowboat.distributed.processes import joined
+from narrowboat.errors import Interrupted, Mistake, OptionError, said_in_words
 from narrowboat.evaluation.compare import Comparison
 from narrowboat.events import Event, Notice, RunEnded, Tell
 from narrowboat.exporting import Onto, Wish
 from narrowboat.memory.install import install
 from narrowboat.model.gguf_files import GgufType
-from narrowboat.monitor.recorders import Record
+from narrowboat.monitor.recorders import NoRecord, Record
 from narrowboat.options import load
+from narrowboat.options.judge import of_processes
 from narrowboat.options.schema import Options
 from narrowboat.owner.meter import Meter as meter
 from narrowboat.planner.answer import Answer
 from narrowboat.preparing import refuse_no_data
-from narrowboat.running import Job, refuse_many_processes
+from narrowboat.running import Job
 from narrowboat.training.folder import opened
 from narrowboat.training.signals import StopRequest
 
@@ -65,16 +68,26 @@ def train(
 
     Raises:
         NarrowboatError: a subclass says what was refused. A refusal comes before anything in the folder is changed.
+        RankError: another process of the run failed or is gone.
         Interrupted: a signal came, or ``train.max_minutes`` are over; the run is saved.
     """
     options = load.of(options)
     refuse_no_data(options)
-    refuse_many_processes()
     folder, minutes = Path(options.train.folder), options.train.max_minutes
     resume = resume or bool(resume_anyway)
-    with opened(folder, resume), StopRequest(None if minutes is None else 60 * minutes) as stop:
-        record = Record(folder, quiet=quiet, callbacks=callbacks, monitors=options.train.monitor)
-        job = Job(options, folder, record, quiet, stop)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(joined(options.parallel.data))
+        _refuse_what_many_cannot(options, ranks.num)
+        if ranks.rank == 0:
+            stack.enter_context(opened(folder, resume))
+        stop = stack.enter_context(StopRequest(None if minutes is None else 60 * minutes))
+        ranks.meet()  # the folder is open
+        record = (
+            NoRecord(folder)
+            if ranks.rank
+            else Record(folder, quiet=quiet, callbacks=callbacks, monitors=options.train.monitor)
+        )
+        job = Job(options, folder, record, quiet or bool(ranks.rank), stop, ranks)
         try:
             with job.work.in_a_sentence():
                 return job.run(resume, resume_anyway)
@@ -83,6 +96,12 @@ def train(
             raise
         finally:
             record.close()
+
+
+def _refuse_what_many_cannot(options: Options, num: int) -> None:
+    mistakes = [Mistake("torchrun", key, num, problem) for key, problem in of_processes(options, num)]
+    if mistakes:
+        raise OptionError(mistakes)
 
 
 @said_in_words()

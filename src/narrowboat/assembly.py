@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from narrowboat.data.prepare import Prepared
+from narrowboat.distributed.ranks import OneProcess, Ranks
 from narrowboat.engine.engine import Engine
 from narrowboat.engine.scaling import loss_scale
 from narrowboat.errors import OutOfMemory
@@ -107,6 +108,7 @@ class Wanted:
         trains: whether the job takes optimizer steps.
         has_adapter: whether the model gets an adapter.
         data: the data whose documents may use a carry; None where rows are independent.
+        ranks: the processes that do the job.
     """
 
     plan: MemoryPlan
@@ -114,6 +116,7 @@ class Wanted:
     trains: bool = True
     has_adapter: bool = True
     data: Prepared | None = field(default=None, repr=False)
+    ranks: Ranks = field(default_factory=OneProcess, repr=False)
 
 
 @contextmanager
@@ -188,6 +191,7 @@ def _engine(setting: Setting, wanted: Wanted, model: Any, optimizer: torch.optim
         loss_scale(options.optimizer, setting.precision.compute.dtype) if wanted.trains else None,
         carrier_for(model, options, wanted.data, setting.device, tell) if carries else None,  # type: ignore[arg-type]
         scheme_for(options),
+        ranks=wanted.ranks,
     )
 
 

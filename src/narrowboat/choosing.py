@@ -33,8 +33,14 @@ class _Found:
     tokens_per_second: float | None = None
 
 
-def choose(setting: Setting, data: Prepared, trains: bool = True) -> Governor:
-    """Choose the plan for ``data``'s rows and report it; ``trains`` says whether the job takes optimizer steps.
+def choose(setting: Setting, data: Prepared, trains: bool = True, num_ranks: int = 1) -> Governor:
+    """Choose the plan for ``data``'s rows and report it.
+
+    Args:
+        setting: what is known about the model.
+        data: whose rows have to fit.
+        trains: whether the job takes optimizer steps.
+        num_ranks: processes that share each step batch, each of which needs a part of it.
 
     Raises:
         BudgetError: no plan fits, or a budget is larger than the machine's memory.
@@ -45,7 +51,7 @@ def choose(setting: Setting, data: Prepared, trains: bool = True) -> Governor:
     if documents:
         found = _for_documents(setting, documents, limits.device_bytes)
     else:
-        found = _for_rows(setting, [data.train, data.heldout] if trains else [data.heldout], trains)
+        found = _for_rows(setting, [data.train, data.heldout] if trains else [data.heldout], trains, num_ranks)
     setting.tell(
         PlanChosen(
             plan=found.rungs[0].model_dump(),
@@ -76,14 +82,14 @@ def search_in(setting: Setting, trains: bool = True) -> Search:
     return Search(Forecaster(work), target_here(setting.device, dtype), options.memory.plan)
 
 
-def _for_rows(setting: Setting, rows: Sequence[Rows], trains: bool) -> _Found:
+def _for_rows(setting: Setting, rows: Sequence[Rows], trains: bool, num_ranks: int) -> _Found:
     options = setting.options
     limits = limits_here(options.memory, setting.device)
     lengths = [int(n) for some in rows for n in some.lengths]
     search = search_in(setting, trains)
     choice = search.choose(max(lengths), limits)
     if trains:
-        choice = search.group_rows(choice, lengths, options.train.batch_tokens, limits)
+        choice = search.group_rows(choice, lengths, options.train.batch_tokens // num_ranks, limits)
     else:
         choice = search.group_answers(choice, options.evaluate.answers, limits)
     pace = choice.num_tokens * choice.num_rows / choice.seconds if choice.seconds and trains else None

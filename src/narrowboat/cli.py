@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from narrowboat.errors import NarrowboatError, OptionError, said_in_words
+from narrowboat.distributed import launch
+from narrowboat.errors import Interrupted, NarrowboatError, OptionError, RankError, said_in_words
 from narrowboat.events import Event, Notice
 from narrowboat.flags import with_options
 from narrowboat.options import load as options
@@ -43,6 +44,8 @@ def main() -> None:
             app()
     except NarrowboatError as error:
         lines = str(error).splitlines()
+        if launch.is_follower() and isinstance(error, RankError | Interrupted | OptionError):
+            sys.exit(error.exit_code)  # rank 0 says it
         if isinstance(error, OptionError) and len(lines) > 1:
             print(f"{len(lines)} options are wrong; nothing was loaded:", file=sys.stderr)
         print("\n".join(f"narrowboat: {line}" for line in lines), file=sys.stderr)
@@ -94,7 +97,9 @@ def train(
 ) -> None:
     """Train an adapter."""
     chosen = options.load(config, flags)
-    if not quiet:
+    if chosen.parallel.data > 1 and not launch.is_one_of_several():
+        sys.exit(launch.run(chosen.parallel.data, sys.argv[1:]))
+    if not quiet and not launch.is_follower():
         _loading()
     from narrowboat import api  # torch and transformers take seconds to import
 

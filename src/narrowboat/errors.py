@@ -9,6 +9,7 @@ NarrowboatError                     exit code 1
 ├── OutOfMemory                     3   memory ran out although the plan should have fitted
 ├── CheckpointError                 1   a checkpoint that cannot be written or read
 ├── MachineError                    1   a device, driver or disk that cannot do what was asked
+├── RankError                       1   another process of the run failed or is gone
 └── Interrupted                     130 or 143   stopped by a signal, after saving
 """
 
@@ -90,6 +91,16 @@ class CheckpointError(NarrowboatError):
 
 class MachineError(NarrowboatError):
     """A device, driver or disk that cannot do what was asked."""
+
+
+class RankError(NarrowboatError):
+    """Another process of the run failed or is gone; ``kind`` is the memory that ran out there, ``given up``, ``lost``
+    or empty.
+    """
+
+    def __init__(self, words: str, kind: str = "") -> None:
+        self.kind = kind
+        super().__init__(words)
 
 
 class Interrupted(NarrowboatError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from narrowboat.data.batches import StepSchedule
 from narrowboat.data.prepare import Prepared
 from narrowboat.data.show import chosen, parts
 from narrowboat.data.trains import Trains, TrainSchedule
-from narrowboat.errors import OptionError
+from narrowboat.distributed.ranks import Ranks
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
 from narrowboat.exporting import public_name, write_beside
 from narrowboat.machine.drafts import write_whole
@@ -42,11 +41,12 @@ from narrowboat.preparing import prepared_data
 from narrowboat.settling import with_rank
 from narrowboat.training.checkpoint import Position, newest_checkpoint, restore
 from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, PLAN_FILE, REPORT, holds_run
+from narrowboat.training.governor import Governor
 from narrowboat.training.loop import Course
 from narrowboat.training.loop import run as train
 from narrowboat.training.recovery import Recovery
 from narrowboat.training.sameness import Identity, refuse_other_run
-from narrowboat.training.saver import Saver
+from narrowboat.training.saver import NoSaver, Saver
 from narrowboat.training.signals import StopRequest
 
 NUM_SAMPLES, MOST_PARTS, MOST_CHARS = 2, 40, 800
@@ -63,6 +63,7 @@ class Job:
         record: writes the events; nothing is written to ``folder`` before all checks have passed.
         quiet: show no progress.
         stop: notices signals; already entered.
+        ranks: the processes of the run; only rank 0 writes to ``folder``.
     """
 
     options: Options
@@ -70,13 +71,15 @@ class Job:
     record: Record
     quiet: bool
     stop: StopRequest
+    ranks: Ranks
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._asked_for = self.options
         self._position = Position(0, 0)
         self._gauge: Gauge | None = None
-        self.work = Work(self.options.model.name, "reading its configuration", self.folder, "Try another memory.plan")
+        errors_into = None if self.ranks.rank else self.folder
+        self.work = Work(self.options.model.name, "reading its configuration", errors_into, "Try another memory.plan")
         self.tell: Tell = self.record.record
 
     def run(self, resume: bool, accepted: Sequence[str] = ()) -> RunEnded:
@@ -93,13 +96,14 @@ class Job:
         self.work.doing = "planning"
         setting = self._settled(setting, data)
         course = self._course(data)
-        governor = choose(setting, data)
+        governor = self._chosen(setting, data)
         if found and found[1].plan:
             governor.begin_with(found[1].plan)
         position = self._begin_at(found, accepted, setting, data, course)
         self._gauge = new_gauge(setting, governor.budget_bytes)
         self.work.doing = "loading the model"
-        with assembled(setting, Wanted(governor.plan, governor.budget_bytes, data=data), self._gauge) as ready:
+        wanted = Wanted(governor.plan, governor.budget_bytes, data=data, ranks=self.ranks)
+        with assembled(setting, wanted, self._gauge) as ready:
             if found:
                 _go_on(ready, found[0])
             self._begin(governor.plan)
@@ -107,13 +111,15 @@ class Job:
             self.tell(ready.gauge.mark("after loading", position.step))
             self.work.doing = f"training under the plan {governor.plan.layers}"
             train_options, memory = self.options.train, self.options.memory
-            saver = Saver(self.folder, train_options.keep_checkpoints, self._gauge, memory.high, self.tell)
+            kind = NoSaver if self.ranks.rank else Saver
+            saver = kind(self.folder, train_options.keep_checkpoints, self._gauge, memory.high, self.tell)
             recovery = Recovery(ready.engine, ready.gauge, governor, self.tell)
             self._position = position
             train(recovery, course, self.options, position, saver, self.stop, self.tell, self._reached)
             ready.gauge.begin("saving")
-            with averaged(ready.optimizer):
-                self._save(ready)
+            if self.ranks.rank == 0:
+                with averaged(ready.optimizer):
+                    self._save(ready)
             saver.raise_failures()
         return self.end("done")
 
@@ -134,7 +140,7 @@ class Job:
 
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:
         """Report how the session ended; a failure is also written down where the folder held no run before."""
-        if not self.record.has_begun and not holds_run(self.folder):
+        if self.ranks.rank == 0 and not self.record.has_begun and not holds_run(self.folder):
             with suppress(OSError):  # the error is what matters
                 self._begin(None)
         ended = RunEnded(
@@ -156,10 +162,16 @@ class Job:
 
     def _begin(self, plan: MemoryPlan | None) -> None:
         """Begin writing to the run's folder; all checks have passed."""
+        if self.ranks.rank:
+            return
         write_whole(self.folder / OPTIONS_FILE, text_of(self._asked_for))
         if plan is not None:
             write_whole(self.folder / PLAN_FILE, plan.model_dump_json(indent=1).encode())
         self.record.begin()
+
+    def _chosen(self, setting: Setting, data: Prepared) -> Governor:
+        """By rank 0, for all."""
+        return self.ranks.same(choose(setting, data, num_ranks=self.ranks.num) if self.ranks.rank == 0 else None)  # type: ignore[return-value]
 
     def _let_watch(self, ready: Assembled) -> None:
         engine, stop = ready.engine, self.stop
@@ -210,6 +222,8 @@ class Job:
     def _tell_start(self, resume: bool, position: Position | None) -> None:
         options = self.options.model_dump(mode="json")
         self.tell(RunStarted(str(self.folder), options, _versions(), position.step if position else 0))
+        if self.ranks.num > 1:
+            self.tell(Notice(f"{self.ranks.num} processes share each step batch; gradients are those of one."))
         if resume and position is None:
             self.tell(Notice(f"{self.folder} holds no checkpoint; the run starts from step 1."))
 
@@ -230,20 +244,6 @@ class Job:
             schedule = StepSchedule(data.train.lengths, train.batch_tokens, train.seed, train.longest_first)
         num_steps = train.steps or max(1, round(train.epochs * len(schedule)))
         return Course(data.train, data.heldout, schedule, num_steps)
-
-
-def refuse_many_processes() -> None:
-    """Refuse to be one of several processes of a launcher, each of which would be the same run in the same folder.
-
-    Raises:
-        OptionError: this is one of several processes.
-    """
-    num = os.environ.get("WORLD_SIZE", "")
-    if num.isdecimal() and int(num) > 1:
-        raise OptionError(
-            f"This is process {os.environ.get('RANK', '0')} of {num}, as torchrun starts them (WORLD_SIZE={num}), and "
-            "Narrowboat has no option parallel: a run is one process. Start it without torchrun."
-        )
 
 
 def _go_on(ready: Assembled, checkpoint: Path) -> None:

@@ -22,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from narrowboat.data.examples import IGNORED, Row
+from narrowboat.distributed.ranks import OneProcess, Ranks
 from narrowboat.engine.carrying import Carrying
 from narrowboat.engine.feed import Feed, WholeRows
 from narrowboat.engine.gradients import gradients_of
 from narrowboat.engine.objective import CrossEntropy, Objective
-from narrowboat.engine.ranks import OneProcess, Ranks
 from narrowboat.engine.scaling import LossScale
 from narrowboat.engine.undo import Undo
 from narrowboat.events import Notice, Tell
@@ -247,6 +247,7 @@ class Engine:
         scale = None if self.scale is None else replace(self.scale)
         try:
             yield
+            self.ranks.meet()
         except BaseException:
             self.undo.take_back()
             self.feed.go_back(mark)
@@ -285,6 +286,7 @@ class Engine:
             self.underway.next()
             if self.feed.allows_replanning:
                 after_micro_batch()
+        self.ranks.meet()  # nobody waits for the gradients of one who failed
         self._gradients.meet(self.ranks)
         return self.ranks.total(loss), num_parts
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from narrowboat.data.batches import MicroBatch, collate, group_rows
 from narrowboat.data.examples import Row
+from narrowboat.distributed.ranks import Ranks
 from narrowboat.engine.objective import Forward
-from narrowboat.engine.ranks import Ranks
 from narrowboat.memory.installed import Installed
 from narrowboat.memory.linear_loss import shift
 

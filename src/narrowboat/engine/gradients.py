@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from narrowboat.engine.ranks import Ranks
+from narrowboat.distributed.ranks import Ranks
 from narrowboat.engine.undo import Undo
 from narrowboat.optimizers import driving
 from narrowboat.optimizers.buckets import DuringBackward

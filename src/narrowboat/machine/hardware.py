@@ -8,6 +8,7 @@ system drops when it needs room; a budget counts the first.
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -93,6 +94,11 @@ def can_page(device: torch.device) -> bool:
         return False
     driver.cuMemFree_v2(page)
     return True
+
+
+def processes_here() -> int:
+    """How many processes of this run a launcher has started on this machine."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def host_memory() -> Memory:

@@ -100,6 +100,17 @@ class Record:
         self._fanout.close()
 
 
+class NoRecord(Record):
+    """Of a rank that does not write: rank 0 does."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, quiet=True, monitors=())
+
+    def begin(self) -> None:
+        """Nothing is written."""
+        self._waiting = None
+
+
 def _monitor(name: str, folder: Path) -> Recorder:
     if name == "wandb":
         from narrowboat.monitor.wandb_runs import WandbRuns

@@ -30,6 +30,7 @@ def contradictions(options: Options) -> Iterator[tuple[str, str]]:
     if options.carry.is_on and options.attention.scheme != "full":
         yield "attention.scheme", f"it and carry.policy: {options.carry.policy} both say what a token sees; choose one"
     yield from _of_data(options)
+    yield from of_processes(options, options.parallel.data)
     for key, targets in (
         ("lora.targets", options.lora.targets),
         ("lora.modules_to_save", options.lora.modules_to_save),
@@ -42,6 +43,24 @@ def contradictions(options: Options) -> Iterator[tuple[str, str]]:
         yield "lora.init", "loftq makes good what quantising took; set model.quantize, or lora.init: pissa"
     if options.lora.init == "pissa" and options.model.quantize != "none":
         yield "lora.init", f"pissa takes its directions out of the base, and model.quantize is {options.model.quantize}"
+
+
+def of_processes(options: Options, num: int) -> Iterator[tuple[str, str]]:
+    """What ``num`` processes cannot do together."""
+    if num < 2:
+        return
+    if options.carry.is_on:
+        yield (
+            "carry.policy",
+            f"a document's segments go through one process, and {num} share each step batch; set parallel.data: 1, or "
+            "carry.policy: none",
+        )
+    if options.optimizer.name == "adalomo":
+        yield (
+            "optimizer.name",
+            f"adalomo uses each gradient while backward runs, before those of {num} processes are summed; choose "
+            "adafactor",
+        )
 
 
 def _of_experts(lora: LoraOptions) -> Iterator[tuple[str, str]]:

@@ -533,6 +533,17 @@ class TrainOptions(Group):
         return self
 
 
+class ParallelOptions(Group):
+    """Several processes, one for each card."""
+
+    data: int = Field(
+        0,
+        ge=0,
+        description="Processes that share each step batch, with the gradients of one; narrowboat train starts them on "
+        "this machine. 0 takes those that torchrun has started.",
+    )
+
+
 class EvaluateOptions(Group):
     """What ``narrowboat eval`` measures in addition to the loss."""
 
@@ -554,4 +565,5 @@ class Options(Group):
     carry: CarryOptions = CarryOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     train: TrainOptions = TrainOptions()
+    parallel: ParallelOptions = ParallelOptions()
     evaluate: EvaluateOptions = EvaluateOptions()

@@ -9,7 +9,7 @@ import torch
 
 from narrowboat.errors import BudgetError
 from narrowboat.machine.card import card_at
-from narrowboat.machine.hardware import describe_device, device_memory, free_disk_bytes, host_memory
+from narrowboat.machine.hardware import describe_device, device_memory, free_disk_bytes, host_memory, processes_here
 from narrowboat.machine.profile import profile_of
 from narrowboat.options.schema import MemoryOptions
 from narrowboat.planner.target import Limits, Target
@@ -36,10 +36,11 @@ def limits_here(options: MemoryOptions, device: torch.device) -> Limits:
     _refuse_more("memory.budget", options.budget, memory.total_bytes, name)
     if on_card:
         _refuse_more("memory.host_budget", options.host_budget, host_memory().total_bytes, "this machine")
+    share = FREE_SHARE / processes_here()  # of what several processes of a run have in common
     return Limits(
-        device_bytes=options.budget or int(FREE_SHARE * memory.free_bytes),
-        host_bytes=options.host_budget or (int(FREE_SHARE * host_memory().free_bytes) if on_card else None),
-        disk_bytes=int(FREE_SHARE * free_disk_bytes(Path(tempfile.gettempdir()))),
+        device_bytes=options.budget or int((FREE_SHARE if on_card else share) * memory.free_bytes),
+        host_bytes=options.host_budget or (int(share * host_memory().free_bytes) if on_card else None),
+        disk_bytes=int(share * free_disk_bytes(Path(tempfile.gettempdir()))),
     )
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from narrowboat.data.batches import StepSchedule
 from narrowboat.data.store import Rows
 from narrowboat.data.trains import TrainSchedule
+from narrowboat.distributed.ranks import Said
 from narrowboat.engine.engine import Engine, Outcome
 from narrowboat.errors import CheckpointError, Interrupted, ModelError
 from narrowboat.events import Evaluated, Notice, StepDone, Tell
@@ -99,6 +100,7 @@ class _Leg:
 
     def __post_init__(self) -> None:
         self._begun_at = self.position.step
+        self._ranks = self.recovery.engine.ranks
 
     def run(self) -> None:
         """Measure, save, step, until there is nothing left to do or the run was asked to stop."""
@@ -110,11 +112,11 @@ class _Leg:
                     self._end_early()
                     return
                 self._save_if_due()
-                if self.position.step >= self.course.num_steps or self.stop.is_asked:
+                if self.position.step >= self.course.num_steps or self._is_asked():
                     break
                 self._step()
         except GivenUp:
-            pass
+            self._is_asked()  # by whom
         if self.position.step >= self.course.num_steps and not self._is_unmeasured:
             self.saver.settle()
             return
@@ -127,9 +129,17 @@ class _Leg:
     def _step(self) -> None:
         """The next step; one that changed nothing is none, and the next is tried."""
         before = self.position.step
-        while self.position.step == before and not self.stop.is_asked:
+        while self.position.step == before and not self._is_asked():
             self.position = _step(self.recovery, self.course, self.options, self.position, self.tell)
             self.saver.look()
+
+    def _is_asked(self) -> bool:
+        """Whether this rank or another was asked to stop, or to save."""
+        asked = self.stop.received if self.stop.is_asked else 0
+        said = self._ranks.meet(Said(stop=asked, saves=self.stop.wants_save))
+        self.stop.received = self.stop.received or said.stop
+        self.stop.wants_save = self.stop.wants_save or said.saves
+        return bool(said.stop)
 
     @property
     def _has_stalled(self) -> bool:
@@ -169,7 +179,9 @@ class _Leg:
 
     def _keep_best(self, step: int, loss: float) -> bool:
         """Whether this is the best from here on: not if it was to be kept, and could not be."""
-        return not self.options.train.keep_best or self.saver.keep_best(self.recovery.engine, step, loss)
+        if not self.options.train.keep_best:
+            return True
+        return self._ranks.same(self.saver.keep_best(self.recovery.engine, step, loss))
 
     def _save_if_due(self) -> None:
         every, step = self.options.train.save_every, self.position.step
@@ -186,7 +198,7 @@ class _Leg:
         if scale is not None:
             position = replace(position, scale={"value": scale.value, "num_good": scale.num_good})
         take = partial(snapshot, position, engine.model, engine.optimizer, engine.feed.state_dict())
-        self.saver.save(partial(self.recovery.run, take, [], position.step), position, at_once)
+        self.saver.save(partial(self.recovery.alone, take, position.step), position, at_once)
 
 
 def _step(recovery: Recovery, course: Course, options: Options, position: Position, tell: Tell) -> Position:

@@ -11,13 +11,14 @@ import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 
 from narrowboat.data.examples import Row
+from narrowboat.distributed.ranks import Said
 from narrowboat.engine.engine import Engine
-from narrowboat.errors import OutOfMemory
+from narrowboat.errors import OutOfMemory, RankError, first_line
 from narrowboat.events import Notice, PlanChanged, Tell
 from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, GRADIENTS, OPTIMIZER_STATES
 from narrowboat.owner.gauge import Gauge
@@ -25,6 +26,8 @@ from narrowboat.plan import MemoryPlan
 from narrowboat.training.governor import Governor, Memory
 from narrowboat.training.signals import GivenUp
 from narrowboat.units import format_bytes
+
+GIVEN_UP, MEMORIES = "given up", get_args(Memory)
 
 MAX_SAME = 3
 """Tries under the last plan where memory ran out although the reading leaves room: holes, or somebody else's use."""
@@ -59,25 +62,41 @@ class Recovery:
 
     def __init__(self, engine: Engine, gauge: Gauge, governor: Governor, tell: Tell) -> None:
         self.engine, self.gauge, self.governor, self._tell = engine, gauge, governor, tell
+        self._ranks = engine.ranks
 
     def run(self, work: Callable[[], Result], rows: Sequence[Row], step: int) -> Result:
         """``work()``, which goes through ``rows`` in step ``step``; again after each time that memory ran out.
 
+        All ranks do it together: where it fails on one, all take it back, and all go on under the same plan.
+
         Raises:
             OutOfMemory: it ran out under the thriftiest plan.
+            RankError: it failed on another rank for another reason.
         """
         random, num_same = _random_state(), 0
         for attempt in itertools.count():
             try:
                 self._apply()
-                return work()
+                result = work()
+                self._ranks.meet()
+                return result
             except GivenUp:
+                self._ranks.fail(GIVEN_UP, "it was asked to stop")
                 _set_random_state(random)
                 raise
-            except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-                failure = failure_of(error)
-                if failure is None:
+            except RankError as error:
+                if error.kind == GIVEN_UP:
+                    _set_random_state(random)
+                    raise GivenUp from None
+                if error.kind not in MEMORIES:
                     raise
+                failure = Failure(error.kind, str(error))  # type: ignore[arg-type]
+            except Exception as error:
+                found = failure_of(error)
+                self._ranks.fail(found.memory if found else "", found.words if found else first_line(error))
+                if found is None:
+                    raise
+                failure = found
             _clean_up(self.engine, thoroughly=attempt > 0)
             _set_random_state(random)
             ran_out, old = f"{failure.memory} memory ran out", self.governor.plan
@@ -99,9 +118,13 @@ class Recovery:
         """The same outside of any step."""
         return self.run(work, rows, 0)
 
+    def alone(self, work: Callable[[], Result], step: int) -> Result:
+        """``work()`` of this rank only; where there are others, no plan is changed for it."""
+        return self.run(work, [], step) if self._ranks.num == 1 else work()
+
     def after_micro_batch(self, rows: Sequence[Row], step: int) -> None:
         """Step down before memory runs out; called inside ``work``."""
-        old, peak_bytes = self.governor.plan, self.gauge.read()
+        old, peak_bytes = self.governor.plan, self._highest(self.gauge.read())
         if self.governor.after_micro_batch(peak_bytes, _longest(rows)):
             self._tell_change(old, step, f"{format_bytes(peak_bytes)} of {self._budget} were used")
             self._apply()
@@ -109,7 +132,7 @@ class Recovery:
 
     def after_step(self, step: int) -> None:
         """Step up where there is room; the next work begins with it."""
-        old, peak_bytes = self.governor.plan, self.gauge.peak_bytes
+        old, peak_bytes = self.governor.plan, self._highest(self.gauge.peak_bytes)
         if self.governor.after_step(peak_bytes):
             self._tell_change(old, step + 1, f"{format_bytes(peak_bytes)} of {self._budget} were used")
 
@@ -117,8 +140,13 @@ class Recovery:
     def _budget(self) -> str:
         return format_bytes(self.gauge.budget_bytes)
 
+    def _highest(self, peak_bytes: int) -> int:
+        """Of all ranks, so that all decide alike."""
+        return self._ranks.meet(Said(peak_bytes=peak_bytes)).peak_bytes
+
     def _has_room(self) -> bool:
-        return sum(self.gauge.by_cause().values()) < 0.9 * self.gauge.budget_bytes
+        is_full = sum(self.gauge.by_cause().values()) >= 0.9 * self.gauge.budget_bytes
+        return not self._ranks.meet(Said(is_full=is_full)).is_full
 
     def _tell_change(self, old: MemoryPlan, step: int, reason: str) -> None:
         new = self.governor.plan
@@ -143,6 +171,8 @@ class Recovery:
 
 def failure_of(error: BaseException) -> Failure | None:
     """Which memory ran out; None if it was something else."""
+    if not isinstance(error, RuntimeError | MemoryError):
+        return None
     words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     words = words if words.endswith(".") else f"{words}."
     if isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in words:  # the latter: cuBLAS, for itself

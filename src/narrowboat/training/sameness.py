@@ -17,7 +17,7 @@ from narrowboat.events import Notice, Tell
 FREE = (
     "memory.", "evaluate.", "data.cache", "data.workers", "train.folder", "train.save_every", "train.keep_checkpoints",
     "train.keep_best", "train.max_minutes", "train.evaluate_every", "train.patience", "optimizer.max_skipped",
-    "model.trust_remote_code", "train.monitor",
+    "model.trust_remote_code", "train.monitor", "parallel.",
 )  # fmt: skip
 """Options, or beginnings of them, that change nothing of the result."""
 

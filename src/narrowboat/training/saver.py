@@ -143,6 +143,18 @@ class Saver:
         return None
 
 
+class NoSaver(Saver):
+    """Of a rank that does not write: rank 0 does."""
+
+    def save(self, take: Callable[[], Snapshot], position: Position, at_once: bool = False) -> None:
+        """Only remember that rank 0 has."""
+        self._newest = position
+
+    def keep_best(self, engine: Engine, step: int, loss: float) -> bool:
+        """Rank 0 says whether it went well."""
+        return False
+
+
 class _Writing:
     """A checkpoint on its way to disk, in a thread that ends with the process."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowboat.engine.ranks import OneProcess, dealt
+from narrowboat.distributed.ranks import OneProcess, dealt
 
 
 @given(groups=st.lists(st.integers(), unique=True, max_size=30), num_ranks=st.integers(1, 7))
