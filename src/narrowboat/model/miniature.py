@@ -98,8 +98,10 @@ def miniature(kind: type[nn.Module], config: Any) -> nn.Module:
             for parameter in model.parameters():
                 if parameter.dim() > 1 and parameter.is_floating_point():
                     parameter.normal_(std=STD)
-                elif parameter.is_floating_point():
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                elif parameter.is_floating_point() and parameter.numel():
+                    # no more than they are: some are stored small, and multiplied by as much where they are used
+                    largest = float(parameter.abs().max()) or 1.0
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1 * min(1.0, largest))
     return model
 
 
