@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -269,6 +270,7 @@ def test_what_nobody_foresaw_is_one_sentence_and_a_traceback_in_the_runs_folder(
     [
         (["eval", "RUN", "--data", "DATA"], "narrowboat.measuring.compare", "Llama: measuring the adapter"),
         (["eval", "RUN", "--data", "DATA"], "narrowboat.measuring.choose", "Llama: planning"),
+        (["chat", "RUN"], "narrowboat.measuring.write_on", "Llama: answering"),
         (
             ["export", "RUN", "OUT"],
             "narrowboat.exporting.merge",
@@ -293,6 +295,7 @@ def test_what_nobody_foresaw_of_an_adapters_use_is_one_sentence_too(
     run = tmp_path / "run"
     api.train(run_options(**{"train.steps": 1}), quiet=True)
     monkeypatch.setattr(place, fails)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Where is Paris?\n"))
     words = {"RUN": str(run), "DATA": str(dialogues), "OUT": str(tmp_path / "out"), "RUN/adapter": str(run / "adapter")}
     monkeypatch.setattr(sys, "argv", ["narrowboat", *(words.get(word, word) for word in command)])
     with pytest.raises(SystemExit) as left:
