@@ -231,7 +231,7 @@ def _alone(source: _Source, base: Path, draft: Draft, wish: Wish, tell: Tell) ->
     return {}
 
 
-def write_beside(draft: Draft, base: Path, model: str, options: Options, history: History) -> None:
+def write_beside(draft: Draft, base: Path, model: str, options: Options, history: History | None) -> None:
     """Write the files that a server needs beside an adapter: tokenizer, template, generation settings, licence,
     card.
     """

@@ -17,6 +17,7 @@ from narrowboat.data.prepare import Prepared
 from narrowboat.data.show import chosen, parts
 from narrowboat.data.trains import Trains, TrainSchedule
 from narrowboat.distributed.ranks import Ranks
+from narrowboat.errors import DataError
 from narrowboat.events import DataReady, Notice, RunEnded, RunStarted, Tell
 from narrowboat.exporting import public_name, write_beside
 from narrowboat.machine.drafts import write_whole
@@ -28,7 +29,7 @@ from narrowboat.model.base import check_weights, model_folder
 from narrowboat.model.fingerprints import tokenizer_digest, weights_digest
 from narrowboat.model.saved import save_adapter
 from narrowboat.model.serving import advice, config_of, refusals
-from narrowboat.monitor.history import EVENTS_FILE, read_history
+from narrowboat.monitor.history import EVENTS_FILE, History, read_history
 from narrowboat.monitor.recorders import Record
 from narrowboat.monitor.view import View
 from narrowboat.optimizers.build import settle_states
@@ -129,7 +130,7 @@ class Job:
         """
         folder, name = self.folder / ADAPTER, self.options.model.name
         source = model_folder(name, self.tell)
-        history = read_history(self.folder / EVENTS_FILE)
+        history = self._history()
         save_adapter(
             ready.model,
             folder,
@@ -137,6 +138,14 @@ class Job:
             public_name(name, source, folder),
             lambda draft: write_beside(draft, source, name, self.options, history),
         )
+
+    def _history(self) -> History | None:
+        """What this run wrote down; None where somebody has deleted it meanwhile."""
+        try:
+            return read_history(self.folder / EVENTS_FILE)
+        except DataError:
+            self.tell(Notice(f"{self.folder / EVENTS_FILE} is gone: the model card says nothing of data and results."))
+            return None
 
     def end(self, outcome: str, error: BaseException | None = None) -> RunEnded:
         """Report how the session ended; a failure is also written down where the folder held no run before."""

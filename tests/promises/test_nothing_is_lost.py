@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import is_fake
 from narrowboat import api
 from narrowboat.engine.engine import Engine
 from narrowboat.errors import CheckpointError, OptionError
-from narrowboat.events import CheckpointSaved
+from narrowboat.events import CheckpointSaved, Event, Notice, StepDone
 from narrowboat.options.load import dump
 from narrowboat.options.schema import Options
 from narrowboat.training import checkpoint
@@ -288,3 +288,17 @@ def test_5000_numbered_rows_stopped_and_resumed_twice_come_in_the_uninterrupted_
     assert len(whole) == 5
     assert parts == whole
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+
+
+def test_a_folder_that_is_deleted_meanwhile_gets_its_adapter_all_the_same(run_options: RunOptions) -> None:
+    options, told = run_options(**{"train.monitor": ()}), list[Event]()
+    folder = Path(options.train.folder)
+
+    def delete(event: Event) -> None:
+        told.append(event)
+        if isinstance(event, StepDone) and event.step == 2:
+            shutil.rmtree(folder)
+
+    assert api.train(options, quiet=True, callbacks=[delete]).outcome == "done"
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    assert any("events.jsonl is gone: the model card" in event.text for event in told if isinstance(event, Notice))
