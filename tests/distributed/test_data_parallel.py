@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -104,6 +105,25 @@ def test_the_command_starts_them_and_another_number_goes_on(run_options: RunOpti
     assert api.train(run_options(**changes), resume=True, quiet=True).outcome == "done"
     steps = [event["step"] for event in events(tmp_path / "run", "StepDone")]
     assert steps == list(range(1, 41))
+    assert off(tmp_path / "whole", tmp_path / "run") < 1e-5
+
+
+def test_torchrun_starts_a_killed_one_again_and_the_run_goes_on(run_options: RunOptions, tmp_path: Path) -> None:
+    changes = {"train.steps": 120, "train.batch_tokens": 400, "train.save_every": 5, "optimizer.lr": 1e-3}
+    api.train(run_options(**changes, **{"train.folder": str(tmp_path / "whole")}), quiet=True)
+    dump(run_options(**changes), tmp_path / "run.yaml")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2",
+        "-m", "narrowboat", "train", tmp_path / "run.yaml", "--resume",
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as launcher:
+        _wait_for_step(tmp_path / "run" / "events.jsonl", 10)
+        second = next(p for p in psutil.Process(launcher.pid).children() if p.environ().get("RANK") == "1")
+        second.kill()
+        assert launcher.wait(120) == 0
+    ended = [event["outcome"] for event in events(tmp_path / "run", "RunEnded")]
+    assert ended == ["failed", "done"]
     assert off(tmp_path / "whole", tmp_path / "run") < 1e-5
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.distributed.rendezvous import rendezvous
 
 from narrowboat.distributed.ranks import NOTHING, Group, OneProcess, Ranks, Said, Value, dealt
 from narrowboat.errors import MachineError, OptionError, RankError, first_line
@@ -135,7 +136,11 @@ def joined(num_wanted: int = 0) -> Iterator[Ranks]:
     if on_cards:
         _take_card(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_cards else "gloo", timeout=LIMIT)
+        store, _, _ = next(rendezvous("env://", timeout=LIMIT))
+        # torchrun keeps its store when it starts killed processes again: addresses of the dead are not to be read
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        backend = "cpu:gloo,cuda:nccl" if on_cards else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num, timeout=LIMIT)
         control = dist.new_group(backend="gloo", timeout=LIMIT)
     except (RuntimeError, ValueError) as error:
         raise MachineError(
