@@ -55,9 +55,10 @@ def run(num: int, steps: int, folder: Path, plan: str) -> Row:
     """Train with ``num`` processes."""
     flags = {
         "model.name": "smollm2-135m", "model.dtype": "float32", "model.device": "cpu",
-        "data.train": folder / "data/train", "data.heldout_share": 0, "data.max_tokens": LIMIT_TOKENS, "train.batch_tokens": BATCH_TOKENS,
-        "train.steps": steps, "train.folder": folder / f"run{num}", "train.save_every": 0, "memory.budget": "3GiB",
-        "memory.plan": plan, "parallel.data": num, "dialogues.oversized": "cut_prompt",
+        "data.train": folder / "data/train", "data.heldout_share": 0, "data.max_tokens": LIMIT_TOKENS,
+        "dialogues.oversized": "cut_prompt", "train.batch_tokens": BATCH_TOKENS, "train.steps": steps,
+        "train.folder": folder / f"run{num}", "train.save_every": 0, "memory.budget": "3GiB", "memory.plan": plan,
+        "parallel.data": num,
     }  # fmt: skip
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     command = [sys.executable, "-m", "narrowboat", "train", "--quiet", *words]
@@ -82,12 +83,13 @@ def run(num: int, steps: int, folder: Path, plan: str) -> Row:
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """In Markdown; what is compared is compared with the first."""
     first = rows[0]
-    yield f"| processes | a step | tokens/s | speed of {first.ranks} | peak | states a rank | sent a step | losses off by |"
+    yield f"| processes | a step | tokens/s | speed of {first.ranks} | peak | states | sent a step | losses off by |"
     yield "|--:" * 8 + "|"
     for row in rows:
         off = max(abs(a / b - 1) for a, b in zip(row.losses, first.losses, strict=True))
         cells = [
-            str(row.ranks), f"{row.seconds:.1f} s", f"{row.tokens_per_second:.0f}", f"{first.seconds / row.seconds:.2f}",
+            str(row.ranks), f"{row.seconds:.1f} s", f"{row.tokens_per_second:.0f}",
+            f"{first.seconds / row.seconds:.2f}",
             *map(format_bytes, (row.peak_bytes, row.state_bytes, row.wire_bytes)), f"{off:.1e}",
         ]  # fmt: skip
         yield f"| {' | '.join(cells)} |"
