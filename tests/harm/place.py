@@ -90,7 +90,7 @@ class Place:
 def under(plan: MemoryPlan) -> Iterator[None]:
     """Inside, runs begin with ``plan`` and keep it."""
     own = running.choose
-    running.choose = lambda setting, data: Governor([plan], 2**40)  # type: ignore[assignment]
+    running.choose = lambda setting, data, num_ranks: Governor([plan], 2**40)  # type: ignore[assignment]
     try:
         yield
     finally:
