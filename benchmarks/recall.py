@@ -43,7 +43,7 @@ from narrowboat.owner.meter import Meter
 from narrowboat.plan import MemoryPlan
 
 MODULES, LICENCES = ("argparse", "tarfile"), ("numpy", "pyarrow")
-POLICIES = ("window", "sinks", "lru", "heavy", "snap", "turns")
+POLICIES = ("window", "sinks", "lru", "heavy", "snap", "turns", "fetch")
 KEYS = ("part", "name", "budget")
 ENDS = ("full context", "no carry")
 LEARNING_RATE, WARM_STEPS = 1e-3, 2

@@ -15,10 +15,11 @@ from narrowboat.machine.hardware import device_memory
 from narrowboat.model.anatomy import num_positions
 from narrowboat.model.base import stored_dtype
 from narrowboat.plan import MemoryPlan
-from narrowboat.planner.carried import RUNGS, CarriedWork, choose_carried
+from narrowboat.planner.carried import CarriedWork, choose_carried
 from narrowboat.planner.forecast import Forecaster, Workload
 from narrowboat.planner.here import limits_here, target_here
 from narrowboat.planner.search import Search
+from narrowboat.planner.target import Limits
 from narrowboat.training.governor import Governor
 
 
@@ -49,7 +50,7 @@ def choose(setting: Setting, data: Prepared, trains: bool = True, num_ranks: int
     limits = limits_here(options.memory, setting.device)
     documents = [rows for rows in (data.train, data.heldout) if isinstance(rows, Trains) and len(rows)]
     if documents:
-        found = _for_documents(setting, documents, limits.device_bytes)
+        found = _for_documents(setting, documents, limits)
     else:
         found = _for_rows(setting, [data.train, data.heldout] if trains else [data.heldout], trains, num_ranks)
     setting.tell(
@@ -96,7 +97,7 @@ def _for_rows(setting: Setting, rows: Sequence[Rows], trains: bool, num_ranks: i
     return _Found(search.from_here_down(choice.plan), choice.by_cause, choice.phases, max(lengths), pace)
 
 
-def _for_documents(setting: Setting, documents: Sequence[Trains], budget_bytes: int) -> _Found:
+def _for_documents(setting: Setting, documents: Sequence[Trains], limits: Limits) -> _Found:
     longest = max(rows.longest_segment for rows in documents)
     num_segments = max(rows.longest_document[1] for rows in documents)
     device = setting.device
@@ -106,8 +107,9 @@ def _for_documents(setting: Setting, documents: Sequence[Trains], budget_bytes: 
         setting.precision.base.dtype,
         longest,
         num_segments,
+        sum(rows.longest_document[0] for rows in documents),
         device_memory(device).total_bytes,
         device.type == "cuda",
     )
-    plan, reading = choose_carried(work, budget_bytes, setting.options.memory.plan)
-    return _Found(RUNGS[RUNGS.index(plan) :], reading.by_cause, {}, longest)
+    plans, reading = choose_carried(work, limits, setting.options.memory.plan)
+    return _Found(plans, reading.by_cause, {}, longest)

@@ -37,6 +37,9 @@ class MemoryPlan(BaseModel):
     input_stride: int = Field(1, ge=1, description="Hold every n-th layer's input; the others are computed again.")
     weights: Place = Field("device", description="Where frozen layer weights rest between their visits to the device.")
     keep_keys_values: bool = Field(False, description="Hold each layer's keys and values instead of rebuilding them.")
+    documents: Place = Field(
+        "device", description="Where documents wait to be looked up, under carry.policy: fetch on the host or on disk."
+    )
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> MemoryPlan:
@@ -46,12 +49,19 @@ class MemoryPlan(BaseModel):
             raise ValueError(f"inputs on {self.inputs} go with layers=stream or recompute, not keep")
         return self
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where anything rests."""
+        return self.inputs, self.weights, self.documents
+
     def describe(self) -> str:
         """One line for people: ``stream, tiles of 512, inputs on disk``."""
-        if self.layers == "keep":
-            return "keep all activations"
         words = [
-            {"recompute": "recompute layers", "stream": f"stream layers in tiles of {self.tile_tokens:,}"}[self.layers]
+            {
+                "keep": "keep all activations",
+                "recompute": "recompute layers",
+                "stream": f"stream layers in tiles of {self.tile_tokens:,}",
+            }[self.layers]
         ]
         if self.num_kept_layers:
             words.append(f"keep the last {self.num_kept_layers}")
@@ -63,4 +73,5 @@ class MemoryPlan(BaseModel):
             words.append("keys and values kept")
         if self.weights != "device":
             words.append(f"weights on {self.weights}")
+        words += [] if self.documents == "device" else [f"documents on {self.documents}"]
         return ", ".join(words)

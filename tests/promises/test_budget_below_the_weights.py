@@ -138,7 +138,9 @@ def test_stopped_below_the_weights_it_goes_on_as_if_it_had_not_been(
     api.train(options("whole"), quiet=True)
     plan = MemoryPlan.model_validate_json((tmp_path / "whole" / "plan.json").read_text())
     assert plan.weights == "disk"
-    monkeypatch.setattr(running, "choose", lambda setting, data, num_ranks: Governor([plan], budget))  # which takes ten seconds
+    monkeypatch.setattr(
+        running, "choose", lambda setting, data, num_ranks: Governor([plan], budget)
+    )  # which takes ten seconds
     monkeypatch.setattr(loop, "learning_rate", stopped)
     with pytest.raises(Interrupted):
         api.train(options("part"), quiet=True)

@@ -26,6 +26,7 @@ from narrowboat.engine.objective import Forward
 from narrowboat.errors import DataError
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.carry.handover import Carry, Handover
+from narrowboat.owner.causes import Holding
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,13 @@ class Carrying:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        carries = [Carry.from_state(carry, self._device) for carry in state["carries"]]
+        carries = [self.carrier.carry_of(carry, self._device) for carry in state["carries"]]
         self._stepped = _Open(state["document"], {carry.num_segments: carry for carry in carries})
+
+    def holdings(self) -> Iterator[Holding]:
+        """What open documents carry, for the owner's account."""
+        for carry in (*self._stepped.carries.values(), *self._read.carries.values()):
+            yield from carry.holdings()
 
     def mark(self) -> tuple[_Open, _Open]:
         """Where it is, for ``go_back``."""

@@ -109,6 +109,7 @@ class Engine:
         self._installed.scheme = scheme
         self.carrying = None if carrier is None else Carrying(carrier, self.device)
         self.feed: Feed = self.carrying or WholeRows(self._installed, pad_id, self.ranks)
+        self._let_documents_wait(plan)
         self._states_are_told = False
         self.undo = Undo(trainable, optimizer)
         self._gradients = None if optimizer is None else gradients_of(optimizer, trainable, clip_norm, self.undo)
@@ -119,6 +120,8 @@ class Engine:
         self._installed.__enter__()
         self.owner.hold(self.undo.holdings)
         self.owner.hold(self._states)
+        if self.carrying is not None:
+            self.owner.hold(self.carrying.holdings)
         return self
 
     def __exit__(
@@ -140,6 +143,11 @@ class Engine:
     def replan(self, plan: MemoryPlan) -> None:
         """Go on under another plan, between two steps or after one that failed; the result stays the same."""
         self._installed.replan(plan)
+        self._let_documents_wait(plan)
+
+    def _let_documents_wait(self, plan: MemoryPlan) -> None:
+        if self.carrying is not None:
+            self.carrying.carrier.wait_at(self.owner.place(plan.documents))
 
     def step(
         self, rows: Sequence[Row], learning_rate: float, seed: int, after_micro_batch: Callable[[], None] = lambda: None

@@ -118,6 +118,8 @@ class _AttendTile(torch.autograd.Function):
         pieces = list(layout.pieces(tile.start, tile.stop, scores.window))
         keys, values = (k, v) if kept is None else kept.both
         base = tile.stop - k.shape[2] if kept is None else 0
+        if kept is not None and kept.link is not None:
+            kept.link.asks(q, keys, values, scores)
         if tile.outputs is not None and tile.again:
             out, lse = tile.outputs.read(tile.start, tile.stop)
         else:

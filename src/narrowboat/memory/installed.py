@@ -227,7 +227,9 @@ class Installed:
             outputs = recompute_layer(call, batch.store)
         else:
             overwrite = is_ours and contract.token_dim == 1 and not self._is_read_later(index)
-            outputs = stream_layer(call, plan.tile_tokens, batch.store, plan.keep_keys_values, overwrite)
+            whole = link is not None and link.takes_whole_segments
+            tile_tokens = max(plan.tile_tokens, call.num_tokens) if whole else plan.tile_tokens
+            outputs = stream_layer(call, tile_tokens, batch.store, plan.keep_keys_values, overwrite)
         if link is not None:
             link.hand_on(is_last_use=is_kept or not torch.is_grad_enabled())
         return outputs

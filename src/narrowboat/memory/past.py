@@ -23,6 +23,8 @@ class Link(Protocol):
     """Ties a segment's keys and values to those of the segments before and after it."""
 
     num_carried: int
+    takes_whole_segments: bool
+    """Whether all queries of a segment have to come at once."""
 
     @property
     def layout(self) -> Layout:
@@ -30,6 +32,9 @@ class Link(Protocol):
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put the carried tokens in front."""
+
+    def asks(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> None:
+        """A tile's queries are there and attention is about to see ``keys`` and ``values``."""
 
     def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Span, scores: Scores) -> None:
         """Hears what attention of a tile's tokens was made of."""

@@ -28,6 +28,8 @@ class Past:
         num_tokens: most that will be read.
     """
 
+    takes_whole_segments = False
+
     def __init__(self, store: Store, num_tokens: int) -> None:
         self._store, self._most = store, num_tokens
         self._rooms: list[Room] = []
@@ -58,6 +60,9 @@ class Past:
         """Have read ``[1, kv heads, tokens, size]`` in another way."""
         self._now, self.num_coming = (keys, values), keys.shape[2]
         self.hand_on(is_last_use=True)
+
+    def asks(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> None:
+        """All that was read is there."""
 
     def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Span, scores: Scores) -> None:
         """Nothing is chosen, so nothing is watched."""
@@ -97,6 +102,8 @@ class Abreast:
         pasts: the documents'.
     """
 
+    takes_whole_segments = False
+
     def __init__(self, pasts: Sequence[Past]) -> None:
         self._pasts = pasts
         self.num_carried, self.num_coming = max(past.num_carried for past in pasts), 0
@@ -121,6 +128,9 @@ class Abreast:
             for t in self._now:
                 t[row, :, :first] = 0  # nobody sees it, but zero times what lay there might be no number
             past.copy_to(*(t[row : row + 1, :, first : self.num_carried] for t in self._now))
+
+    def asks(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> None:
+        """All that was read is there."""
 
     def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Span, scores: Scores) -> None:
         """Nothing is chosen, so nothing is watched."""

@@ -368,12 +368,13 @@ def _carry_gradients(value: object) -> str:
 class CarryOptions(Group):
     """The carry: a compressed key/value cache that a document's segments pass on. Bounded memory, not exact."""
 
-    policy: Literal["none", "window", "sinks", "lru", "heavy", "snap", "turns"] = Field(
+    policy: Literal["none", "window", "sinks", "lru", "heavy", "snap", "turns", "fetch"] = Field(
         "none",
         description="The carry: which keys and values a document's next segment sees. window: the newest; sinks: the "
         "first and the newest; lru: blocks that were used last; heavy: tokens that got most attention, and the newest; "
-        "snap: tokens that the segment's last tokens attend to; turns: whole exchanges of a dialogue; none: segments "
-        "see nothing of each other.",
+        "snap: tokens that the segment's last tokens attend to; turns: whole exchanges of a dialogue; fetch: "
+        "all of the document waits in host memory or on disk, and each segment fetches what its queries look at; none: "
+        "segments see nothing of each other.",
     )
     budget: Annotated[str, BeforeValidator(_carry_budget)] = Field(
         "2048",
@@ -396,10 +397,12 @@ class CarryOptions(Group):
         1.0, gt=0, le=1, description="Largest share of the document's tokens so far that is carried."
     )
     head_share: float = Field(
-        0.1, ge=0, le=1, description="Share of carry.budget that the policy sinks gives to the first tokens."
+        0.1, ge=0, le=1, description="Share of carry.budget that the policies sinks and fetch give to the first tokens."
     )
     block_tokens: int = Field(
-        64, ge=1, description="Size in tokens of the blocks that the policy lru drops, and of the carry's memory pages."
+        64,
+        ge=1,
+        description="Size in tokens of the blocks that lru drops and fetch fetches, and of the carry's memory pages.",
     )
 
     @model_validator(mode="after")
@@ -408,6 +411,24 @@ class CarryOptions(Group):
             raise ValueError(
                 f"carry.budget of {int(self.budget):,} tokens is smaller than one block; give at least "
                 f"carry.block_tokens = {self.block_tokens:,}, or lower that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_fetch(self) -> CarryOptions:
+        if self.policy != "fetch":
+            return self
+        least = 3 * self.block_tokens
+        if self.budget.isdecimal() and int(self.budget) < least:
+            raise ValueError(
+                f"carry.budget of {int(self.budget):,} tokens is smaller than the three blocks that carry.policy: "
+                "fetch needs, one of the first tokens, one of the newest and one to fetch; give at least "
+                f"{least:,}, or lower carry.block_tokens ({self.block_tokens:,})"
+            )
+        if self.retention_ratio < 1:
+            raise ValueError(
+                f"carry.retention_ratio: {self.retention_ratio:g} drops tokens, and carry.policy: fetch drops none; "
+                "set it to 1 and lower carry.budget"
             )
         return self
 

@@ -20,9 +20,9 @@ from narrowboat.model.leaves import frozen_leaves
 from narrowboat.owner.causes import ADAPTERS, BASE_WEIGHTS, Holding
 from narrowboat.owner.inputs import OnDevice, Store, store_at
 from narrowboat.owner.lane import Lane
-from narrowboat.owner.places import Disk, Host
+from narrowboat.owner.places import Disk, Host, Resting
 from narrowboat.owner.weights import Weights
-from narrowboat.plan import MemoryPlan
+from narrowboat.plan import MemoryPlan, Place
 
 ATTRIBUTE = "_narrowboat_owner"
 
@@ -89,6 +89,10 @@ class Owner:
             self.inputs = store_at(plan.inputs, self._host, self._disk, self._lane)
         self.weights.rest(plan.weights)
         self._plan = plan
+
+    def place(self, name: Place) -> Resting:
+        """The place beside the device that a plan calls ``name``; pinned or pageable host memory unless it is disk."""
+        return self._disk if name == "disk" else self._host
 
     def hold(self, others: Callable[[], Iterable[Holding]]) -> None:
         """Count what ``others`` gives as well: optimizer states, copies."""

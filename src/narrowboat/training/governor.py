@@ -76,7 +76,7 @@ class Governor:
             return self._step_down(row_tokens)
         self._num_roomy = 0
         below = range(self._rung + 1, len(self._rungs))
-        spared = [i for i in below if "host" not in (self._rungs[i].inputs, self._rungs[i].weights)]
+        spared = [i for i in below if "host" not in self._rungs[i].places]
         self._rung = spared[0] if spared else self._rung
         return bool(spared)
 

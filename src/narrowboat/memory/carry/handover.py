@@ -8,8 +8,9 @@ the policy, and passes gradients on, from later segments to this one's keys and 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,10 +18,13 @@ from narrowboat.memory.carry.kept import Kept, make_pages
 from narrowboat.memory.carry.observation import Observation
 from narrowboat.memory.carry.policy import ALL_QUERIES, Candidates, Choice, Policy
 from narrowboat.memory.carry.rotation import Rotation
+from narrowboat.memory.carry.shelf import Shelf
 from narrowboat.memory.carry.storage import Storage
+from narrowboat.memory.carry.waiting import Waiting
 from narrowboat.memory.layout import Layout, Span
+from narrowboat.memory.past import Link
 from narrowboat.memory.scores import Scores
-from narrowboat.owner.causes import CARRY, cause
+from narrowboat.owner.causes import CARRY, Holding, cause
 from narrowboat.owner.values import has_values
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
@@ -32,12 +36,12 @@ class Carry:
     """What a document's segments left behind. ``layers`` are empty at its start.
 
     Attributes:
-        layers: each layer's carried tokens, or None.
+        layers: each layer's carried tokens, or its whole document where it waits to be looked up, or None.
         num_tokens: tokens of the document so far.
         num_segments: segments so far.
     """
 
-    layers: tuple[Kept | None, ...]
+    layers: tuple[Kept | Waiting | None, ...]
     num_tokens: int = 0
     num_segments: int = 0
 
@@ -51,31 +55,31 @@ class Carry:
         """Of all carried keys and values."""
         return sum(kept.num_bytes for kept in self.layers if kept is not None)
 
+    def holdings(self) -> Iterator[Holding]:
+        """All tensors, for the owner's account."""
+        for kept in self.layers:
+            if kept is not None:
+                yield from (Holding(tensor, CARRY, kept.where) for tensor in kept.tensors)
+
     def state(self) -> dict[str, Any]:
         """As tensors, lists and numbers, for a checkpoint."""
         layers = [None if kept is None else kept.state() for kept in self.layers]
         return {"layers": layers, "num_tokens": self.num_tokens, "num_segments": self.num_segments}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device) -> Carry:
-        """And back."""
-        layers = tuple(None if kept is None else Kept.from_state(kept, device) for kept in state["layers"])
+    def from_state(cls, state: dict[str, Any], device: torch.device, shelf: Shelf) -> Carry:
+        """And back, on ``device`` or, where it waits to be looked up, on ``shelf``."""
+        layers = tuple(
+            None if kept is None
+            else Waiting.from_state(kept, shelf) if "chunks" in kept
+            else Kept.from_state(kept, device)
+            for kept in state["layers"]
+        )  # fmt: skip
         return cls(layers, state["num_tokens"], state["num_segments"])
 
 
 @dataclass(frozen=True)
-class LayerRules:
-    """How one layer hands on."""
-
-    policy: Policy
-    num_tokens: int
-    retention_ratio: float
-    storage: Storage
-    page_tokens: int
-
-
-@dataclass(frozen=True)
-class _Segment:
+class Segment:
     """What all links of a segment know of it. No link knows the handover: a circle would be freed late."""
 
     number: int
@@ -86,6 +90,43 @@ class _Segment:
     hands_on: bool
     wants_gradients: bool
     leaves_open: bool
+
+
+class SegmentLink(Link, Protocol):
+    """A layer's ties to the segments before and after.
+
+    Attributes:
+        after: what it leaves, once the layer has run.
+        gradients: of what came before, after the backward.
+    """
+
+    after: Any
+    gradients: Gradients | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Carried and own."""
+
+    @property
+    def keys_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that the segment's last token sees, if left open."""
+
+    def hand_on(self, is_last_use: bool) -> None:
+        """The layer has run; ``is_last_use``: nobody will ask for what was carried again."""
+
+
+class Rules(Protocol):
+    """How one layer hands on."""
+
+    def link(self, segment: Segment, before: Any, handed: Any, later: Gradients | None) -> SegmentLink:
+        """A segment's.
+
+        Args:
+            segment: what is known of it.
+            before: what the layer carried to it.
+            handed: what it carried on, which the gradients ``later`` belong to.
+            later: what later segments want changed.
+        """
 
 
 class Handover:
@@ -105,7 +146,7 @@ class Handover:
 
     def __init__(
         self,
-        rules: tuple[LayerRules, ...],
+        rules: tuple[Rules, ...],
         before: Carry,
         num_tokens: int,
         hands_on: bool,
@@ -116,14 +157,12 @@ class Handover:
         leaves_open: bool = False,
     ) -> None:
         base = before.num_carried if rotation is not None else before.num_tokens
-        self._segment = _Segment(
+        self._segment = Segment(
             before.num_segments, before.num_tokens, num_tokens, base, rotation, hands_on, wants_gradients, leaves_open
         )
-        self.links = []
-        for i, rule in enumerate(rules):
-            kept, wanted = None if handed is None else handed.layers[i], None if later is None else later[i]
-            into = None if kept is None or wanted is None else (kept.source, wanted)
-            self.links.append(LayerLink(self._segment, rule, before.layers[i], into))
+        nothing = (None,) * len(rules)
+        of_layers = zip(rules, before.layers, handed.layers if handed else nothing, later or nothing, strict=True)
+        self.links = [rule.link(self._segment, kept, left, wanted) for rule, kept, left, wanted in of_layers]
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """``[1, tokens]``: position ids of the segment's tokens."""
@@ -148,11 +187,28 @@ class Handover:
         return tuple(link.gradients for link in self.links)
 
 
+@dataclass(frozen=True)
+class LayerRules:
+    """How one layer hands on what a policy keeps."""
+
+    policy: Policy
+    num_tokens: int
+    retention_ratio: float
+    storage: Storage
+    page_tokens: int
+
+    def link(self, segment: Segment, before: Any, handed: Any, later: Gradients | None) -> LayerLink:
+        """A segment's."""
+        return LayerLink(segment, self, before, None if handed is None or later is None else (handed.source, later))
+
+
 class LayerLink:
     """One layer's ``Link``."""
 
+    takes_whole_segments = False
+
     def __init__(
-        self, segment: _Segment, rules: LayerRules, before: Kept | None, later: tuple[torch.Tensor, Gradients] | None
+        self, segment: Segment, rules: LayerRules, before: Kept | None, later: tuple[torch.Tensor, Gradients] | None
     ) -> None:
         self._segment, self._rules, self._before, self._later = segment, rules, before, later
         self.num_carried = 0 if before is None else before.num_tokens
@@ -189,6 +245,9 @@ class LayerLink:
         if self._segment.rotation is not None:
             carried = self._segment.rotation.turn(carried, self._moved(self._before))
         keys[:, :, : self.num_carried], values[:, :, : self.num_carried] = carried, carried_values
+
+    def asks(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> None:
+        """What is carried was chosen by the segment before."""
 
     def saw(self, q: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, tile: Span, scores: Scores) -> None:
         """Watch, in the forward."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from narrowboat.memory.carry.storage import Parts, Storage
+from narrowboat.owner.causes import Where
 from narrowboat.owner.values import has_values
 
 
@@ -41,7 +42,10 @@ class Kept:
         marks: ``[kv heads, tokens]``, what the policy noted of each.
         angles: ``[kv heads, tokens]``, the position ids at which the keys were made.
         source: ``[kv heads, tokens]``, where each lay among the carried tokens and those of the segment before.
+        where: they lie.
     """
+
+    where: ClassVar[Where] = "device"
 
     pages: tuple[Page, ...]
     positions: torch.Tensor
@@ -58,8 +62,12 @@ class Kept:
     @property
     def num_bytes(self) -> int:
         """Of keys and values in stored form."""
-        parts = [part for page in self.pages for part in (*page.keys, *page.values)]
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(part.numel() * part.element_size() for part in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Keys and values in stored form."""
+        return tuple(part for page in self.pages for part in (*page.keys, *page.values))
 
     def read(self, storage: Storage, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each ``[1, kv heads, tokens, size]``."""
