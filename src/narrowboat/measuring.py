@@ -1,7 +1,7 @@
 """Measures an adapter against its base on held-out data, and answers questions with it: a run's or any PEFT adapter.
 
 A run is measured under its own options, with its carry and its budget. An adapter without a run is measured under the
-options that its configuration gives: base, rank, alpha and targets.
+options that its folder gives: base, rank, alpha and targets, and what it was trained to see.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from narrowboat.monitor.history import EVALUATION_FILE
 from narrowboat.options.load import load, load_back
 from narrowboat.options.schema import Options
 from narrowboat.preparing import prepared_data
+from narrowboat.seeing import as_it_was_trained
 from narrowboat.training.checkpoint import newest_checkpoint
 from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE
 from narrowboat.training.recovery import Recovery
@@ -183,7 +184,7 @@ def _with_saved_rank(options: Options, adapter: Path) -> Options:
 
 
 def _options_of(adapter: Path, base: str) -> Options:
-    """The options for an adapter that another program wrote.
+    """The options for an adapter without its run.
 
     Raises:
         CheckpointError: it is a kind of adapter that Narrowboat does not make.
@@ -200,4 +201,5 @@ def _options_of(adapter: Path, base: str) -> Options:
         "model.name": base, "lora.rank": config["r"], "lora.alpha": config["lora_alpha"], "lora.variants": variants,
         "lora.experts": "all" if config.get("target_parameters") else "none",
         "lora.targets": [f"re:{targets}"] if isinstance(targets, str) else sorted(targets),
+        **as_it_was_trained(adapter),
     })  # fmt: skip

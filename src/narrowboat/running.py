@@ -39,6 +39,7 @@ from narrowboat.options.schema import Options
 from narrowboat.owner.gauge import Gauge
 from narrowboat.plan import MemoryPlan
 from narrowboat.preparing import prepared_data
+from narrowboat.seeing import how_it_sees
 from narrowboat.settling import with_rank
 from narrowboat.training.checkpoint import Position, newest_checkpoint, restore
 from narrowboat.training.folder import ADAPTER, CHECKPOINTS, OPTIONS_FILE, PLAN_FILE, REPORT, holds_run
@@ -134,7 +135,7 @@ class Job:
         save_adapter(
             ready.model,
             folder,
-            {"step": self._position.step},
+            {"step": self._position.step, **how_it_sees(self.options)},
             public_name(name, source, folder),
             lambda draft: write_beside(draft, source, name, self.options, history),
         )

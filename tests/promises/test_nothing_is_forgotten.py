@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,9 @@ from safetensors.torch import load_file
 
 from narrowboat import api, choosing
 from narrowboat.errors import BudgetError, Interrupted
+from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.optimizers.schedule import learning_rate
-from narrowboat.options.schema import Options
+from narrowboat.options.schema import CarryOptions, Options
 from narrowboat.training import loop
 
 RunOptions = Callable[..., Options]
@@ -66,7 +68,14 @@ def test_a_document_waits_from_the_command_to_the_answer(
     assert all(tensor.equal(adapter(part)[name]) for name, tensor in adapter(whole).items())
     found = api.evaluate(Path(part.train.folder))
     assert found.adapter.perplexity.loss == pytest.approx(events(whole, "RunEnded")[-1]["last_heldout_loss"], rel=1e-4)
-    assert isinstance(api.generate(Path(part.train.folder), "What is it? " * 30, most_tokens=3), str)
+    shutil.copytree(tmp_path / "part" / "adapter", tmp_path / "alone")
+    seen: list[CarryOptions] = []
+    started = Carrier.start
+    monkeypatch.setattr(Carrier, "start", lambda carrier: seen.append(carrier.options) or started(carrier))  # type: ignore[func-returns-value]
+    answers = [api.generate(folder, "What is it? " * 30, most_tokens=5, base=part.model.name)
+               for folder in (tmp_path / "part", tmp_path / "alone")]  # fmt: skip
+    assert answers[0] == answers[1]
+    assert seen == [part.carry, part.carry]
 
 
 def test_a_document_that_has_no_room_anywhere_is_refused_before_the_run(
