@@ -126,6 +126,7 @@ SCHEMES: dict[str, Make] = {
     "segments with overlap": overlapping,
     "carry, cut": carried(KEEP),
     "carry, cut, recompute": carried(RECOMPUTE),
+    "carry, fetch": carried(KEEP, policy="fetch"),
     "carry, within 4 segments": carried(KEEP, gradients="4"),
 }
 

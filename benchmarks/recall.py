@@ -44,7 +44,8 @@ from narrowboat.plan import MemoryPlan
 
 MODULES, LICENCES = ("argparse", "tarfile"), ("numpy", "pyarrow")
 POLICIES = ("window", "sinks", "lru", "heavy", "snap", "turns", "fetch")
-KEYS = ("part", "name", "budget")
+KEYS = ("part", "name", "budget", "tokens")
+SHORT_TOKENS = 384
 ENDS = ("full context", "no carry")
 LEARNING_RATE, WARM_STEPS = 1e-3, 2
 
@@ -182,17 +183,19 @@ def report(rows: Sequence[tables.Row]) -> None:
             ["policy", "budget", "carried", "peak above weights", "perplexity"],
             [[*_common(row), f"{row['perplexity']:.2f}"] for row in some],
         )
-    if some := parts["recall"]:
+    for tokens in sorted({row["tokens"] for row in parts["recall"]}):
+        some = [row for row in parts["recall"] if row["tokens"] == tokens]
         text += (
             f"\nExact answers after adapting, by depth of the fact (0 is the beginning), {some[0]['documents']} "
-            f"documents and dialogues of {some[0]['tokens']:,} tokens, segments of {some[0]['segment']}, a question at "
-            "each depth of each. `python -m benchmarks.recall --part recall`\n\n"
+            f"documents and dialogues of {tokens:,} tokens, segments of {some[0]['segment']}, a question at "
+            f"each depth of each. `python -m benchmarks.recall --part recall --tokens {tokens}`\n\n"
         )
         text += tables.table(
             ["policy", "budget", "carried", "peak of a step above weights", *map(str, DEPTHS), "all"],
             [[*_common(row), *(f"{row['by_depth'][str(d)]:.0%}" for d in DEPTHS), f"{row['exact']:.0%}"]
              for row in some],
         )  # fmt: skip
+    parts["recall"] = [row for row in parts["recall"] if row["tokens"] == SHORT_TOKENS]
     tables.write("recall", "md", text)
     charts = []
     for title, value, scale in (
@@ -227,7 +230,7 @@ def main() -> None:
     arguments = parser.parse_args()
     usual_tokens, usual_segment, measure = {
         "perplexity": (1536, 256, last_segment_perplexity),
-        "recall": (384, 64, recall),
+        "recall": (SHORT_TOKENS, 64, recall),
     }[arguments.part]
     arguments.tokens, arguments.segment = arguments.tokens or usual_tokens, arguments.segment or usual_segment
     for reading in measure(arguments):

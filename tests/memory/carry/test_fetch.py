@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from narrowboat.errors import OptionError
-from narrowboat.memory.carry import fetching, shelf
+from narrowboat.memory.carry import fetching, lookup, shelf
 from narrowboat.memory.carry.carrier import Carrier
 from narrowboat.memory.carry.lookup import best_blocks
 from narrowboat.memory.carry.shelf import Shelf
@@ -149,6 +149,7 @@ def test_the_device_takes_the_same_to_the_byte_and_the_rest_grows_beside_it(
     )
     assert engine.carrying is not None
     monkeypatch.setattr(shelf, "SLAB_BYTES", 2**14)
+    monkeypatch.setattr(lookup, "SCORED_BLOCKS", 4)  # so that a short document has several pieces
     peaks, beside = [], []
     with Meter() as meter, engine:
         for num in (10, 40, 160):

@@ -148,6 +148,7 @@ class Carrier:
 
     def start(self) -> Carry:
         """Of a document of which nothing has been seen."""
+        self._shelf.begin()
         return Carry((None,) * len(self.rules))
 
     def handover(

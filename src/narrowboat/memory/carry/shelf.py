@@ -26,6 +26,10 @@ class Shelf:
         self._slab: torch.Tensor | None = None
         self._num_used = 0
 
+    def begin(self) -> None:
+        """Of another document, which begins a piece of its own."""
+        self._slab = None
+
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of ``tensor`` that waits there."""
         return self._room(tensor.shape, tensor.dtype).copy_(tensor.detach())

@@ -9,8 +9,11 @@ none of it on the device.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -87,7 +90,7 @@ class Waiting:
     @property
     def num_blocks(self) -> int:
         """Whole blocks."""
-        return sum(chunk.num_tokens for chunk in self.chunks) // self.block_tokens
+        return self._ends[-1] // self.block_tokens if self.chunks else 0
 
     @property
     def num_bytes(self) -> int:
@@ -98,6 +101,23 @@ class Waiting:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that waits."""
         return tuple(part for chunk in (*self.chunks, self.tail) for part in chunk.tensors)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Tokens up to the end of each chunk."""
+        return list(accumulate(chunk.num_tokens for chunk in self.chunks))
+
+    def summary(self, blocks: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean keys ``[kv heads, summaries, size]`` of ``blocks`` and ``[summaries]`` angles, both where they wait."""
+        summed = summed_tokens(self.block_tokens)
+        first, last = blocks.start * self.block_tokens, blocks.stop * self.block_tokens
+        parts, angles = [], []
+        for number in range(bisect_right(self._ends, first), bisect_left(self._ends, last) + 1):
+            begin = self._ends[number - 1] if number else 0
+            here = slice(max(0, first - begin) // summed, (min(last, self._ends[number]) - begin) // summed)
+            parts.append(self.chunks[number].summary[:, here])
+            angles.append(self.chunks[number].angles[::summed][here])
+        return torch.cat(parts, 1), torch.cat(angles)
 
     def angles(self, blocks: torch.Tensor) -> torch.Tensor:
         """``[kv heads, tokens]``, of the same tokens as ``read`` gives."""
@@ -122,14 +142,14 @@ class Waiting:
         tail = self.tail.parts(which)
         num_heads, num_picked = places.shape
         out = tuple(part.new_empty(num_heads, num_picked + part.shape[1], *part.shape[2:]) for part in tail)
-        start = 0
-        for chunk in self.chunks if has_values(places) else ():
-            parts = chunk.parts(which)
-            heads, at = ((places >= start) & (places < start + chunk.num_tokens)).nonzero(as_tuple=True)
-            if len(heads):
-                for into, part in zip(out, parts, strict=True):
-                    into[heads, at] = part[heads, places[heads, at] - start]
-            start += chunk.num_tokens
+        if has_values(places):
+            ends = torch.tensor(self._ends)
+            where = torch.bucketize(places, ends, right=True)
+            for number in where.unique().tolist():
+                heads, at = (where == number).nonzero(as_tuple=True)
+                there = places[heads, at] - (self._ends[number - 1] if number else 0)
+                for into, part in zip(out, self.chunks[number].parts(which), strict=True):
+                    into[heads, at] = part[heads, there]
         for into, part in zip(out, tail, strict=True):
             into[:, num_picked:] = part
         return out
