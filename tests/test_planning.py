@@ -166,3 +166,11 @@ def test_a_probe_reads_what_was_forecast(run_options: RunOptions) -> None:
     assert read.seconds > 0
     assert read.lines()[0].startswith("Probe: read ")
     assert torch.get_num_threads()
+
+
+def test_an_answer_says_that_it_leaves_a_carry_out(small_model: Path) -> None:
+    found = ask(small_model, card="rtx-4090", carry__policy="sinks")
+    assert any(
+        note.startswith("carry.policy sinks: the run goes through each document in segments") for note in found.notes
+    )
+    assert not any("carry" in note for note in ask(small_model, card="rtx-4090").notes)

@@ -191,10 +191,16 @@ def _card(question: Question) -> tuple[Target, Limits]:
 
 
 def _notes(question: Question) -> list[str]:
-    budget = question.options.memory.budget
+    budget, options = question.options.memory.budget, question.options
+    notes = []
+    if options.carry.is_on:
+        notes.append(
+            f"carry.policy {options.carry.policy}: the run goes through each document in segments, and this answer is for "
+            "whole rows; a segment takes less. train chooses the run's own plan when it has read the data, and says it."
+        )
     if budget and budget % MIB and budget % 10**6 == 0:
-        return [
+        notes.append(
             f"A budget of {budget / 10**9:g}GB is {format_bytes(budget)}; the memory of cards is counted in GiB "
             f"({round(budget / 10**9)}GiB would be {format_bytes(round(budget / 10**9) * GIB)})."
-        ]
-    return []
+        )
+    return notes
