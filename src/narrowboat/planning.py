@@ -195,8 +195,8 @@ def _notes(question: Question) -> list[str]:
     notes = []
     if options.carry.is_on:
         notes.append(
-            f"carry.policy {options.carry.policy}: the run goes through each document in segments, and this answer is for "
-            "whole rows; a segment takes less. train chooses the run's own plan when it has read the data, and says it."
+            f"carry.policy {options.carry.policy}: the run goes through each document in segments, and this answer is "
+            "for whole rows, which take more. train chooses its own plan when it has read the data, and says it."
         )
     if budget and budget % MIB and budget % 10**6 == 0:
         notes.append(
