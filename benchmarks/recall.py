@@ -3,6 +3,7 @@
     python -m benchmarks.recall --part perplexity
     python -m benchmarks.recall --part recall
     python -m benchmarks.recall --part recall --policies snap --budgets 0.25    # a row more, or once more
+    python -m benchmarks.recall --part recall --tokens 1024 --segment 128 --steps 12 --pairs 3    # longer documents
 
 perplexity: modules of Python's standard library and licences, of which the last segment is predicted with what the
 policy kept of all before it; against nothing kept, and everything. recall: documents and dialogues (``facts.py``) with
@@ -46,6 +47,7 @@ MODULES, LICENCES = ("argparse", "tarfile"), ("numpy", "pyarrow")
 POLICIES = ("window", "sinks", "lru", "heavy", "snap", "turns", "fetch")
 KEYS = ("part", "name", "budget", "tokens")
 SHORT_TOKENS = 384
+LONGER = " --tokens 1024 --segment 128 --steps 12 --pairs 3"
 ENDS = ("full context", "no carry")
 LEARNING_RATE, WARM_STEPS = 1e-3, 2
 
@@ -185,10 +187,11 @@ def report(rows: Sequence[tables.Row]) -> None:
         )
     for tokens in sorted({row["tokens"] for row in parts["recall"]}):
         some = [row for row in parts["recall"] if row["tokens"] == tokens]
+        how = "" if tokens == SHORT_TOKENS else LONGER
         text += (
             f"\nExact answers after adapting, by depth of the fact (0 is the beginning), {some[0]['documents']} "
             f"documents and dialogues of {tokens:,} tokens, segments of {some[0]['segment']}, a question at "
-            f"each depth of each. `python -m benchmarks.recall --part recall --tokens {tokens}`\n\n"
+            f"each depth of each. `python -m benchmarks.recall --part recall{how}`\n\n"
         )
         text += tables.table(
             ["policy", "budget", "carried", "peak of a step above weights", *map(str, DEPTHS), "all"],
