@@ -12,8 +12,9 @@ import torch
 
 from narrowboat.errors import AnatomyError, OptionError
 from narrowboat.events import Notice, Tell
+from narrowboat.memory.carry.dropping import LayerRules
 from narrowboat.memory.carry.fetching import LEAST_BLOCKS, FetchRules
-from narrowboat.memory.carry.handover import Carry, Gradients, Handover, LayerRules, Rules
+from narrowboat.memory.carry.handover import Carry, Gradients, Handover, Rules
 from narrowboat.memory.carry.policy import Policy, Sinks, Window
 from narrowboat.memory.carry.rotation import Rotation
 from narrowboat.memory.carry.scored import Heavy, Lru, Snap, Turns

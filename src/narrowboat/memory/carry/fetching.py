@@ -143,9 +143,11 @@ class FetchLink:
             there = torch.arange(self._segment.base - self.num_carried, self._segment.base)
             mine = self._segment.rotation.turn(mine[None], (angles - there).to(mine.device))[0]
         if self._later is None:
-            shape = (mine.shape[0], self._before.num_waiting, mine.shape[2]), (*mine_values.shape[:1],
-                     self._before.num_waiting, mine_values.shape[2])  # fmt: skip
-            self._later = self._rules.shelf.zeros(shape[0]), self._rules.shelf.zeros(shape[1])
+            num_waiting, zeros = self._before.num_waiting, self._rules.shelf.zeros
+            self._later = (
+                zeros((mine.shape[0], num_waiting, mine.shape[2])),
+                zeros((mine.shape[0], num_waiting, mine_values.shape[2])),
+            )
         for whole, part in zip(self._later, (mine, mine_values), strict=True):
             host = part.to(whole.device, whole.dtype)
             whole.scatter_add_(1, places[..., None].expand_as(host), host)
