@@ -153,7 +153,7 @@ def point_of(forecast: Forecast) -> Point:
 
 def key_of(plan: MemoryPlan) -> str:
     """``plan`` as the name of its curve."""
-    return " ".join(str(value) for value in plan.model_dump(exclude={"micro_batch_tokens"}).values())
+    return " ".join(str(value) for value in plan.model_dump(exclude={"micro_batch_tokens", "documents"}).values())
 
 
 def _named(point: Point, prefix: str) -> dict[str, int]:
