@@ -17,7 +17,7 @@ RunOptions = Callable[..., Options]
 
 
 def test_it_ends_when_evaluations_bring_no_lower_loss(run_options: RunOptions, tmp_path: Path) -> None:
-    worse = {"optimizer.lr": 3.0, "optimizer.schedule": "constant", "train.keep_best": True}
+    worse = {"optimizer.lr": 1.0, "optimizer.schedule": "constant", "train.keep_best": True}
     options = run_options(**{"train.steps": 30, "train.evaluate_every": 1, "train.patience": 2} | worse)
     ended = api.train(options, quiet=True)
     assert ended.outcome == "done"
