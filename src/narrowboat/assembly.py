@@ -73,6 +73,7 @@ class Setting:
         precision = choose_precision(dtype or options.model.dtype, device, options.model.quantize)  # type: ignore[arg-type]
         config = load_config(options.model.name, tell, options.model.trust_remote_code)
         tokenizer = load_tokenizer(options.model.name, tell, options.model.trust_remote_code)
+        tokenizer.chat_template = options.data.chat_template or tokenizer.chat_template
         return cls(options, device, precision, config, tokenizer, tell)
 
     @property

@@ -21,7 +21,7 @@ from narrowboat.machine.manifest import MANIFEST
 from narrowboat.machine.unforeseen import Work
 from narrowboat.model import embedded, hub, outside
 from narrowboat.model.base import hush_transformers, model_folder, weight_files
-from narrowboat.model.export import LICENCE_FILES, TOKENIZER_FILES, copy_files, merge
+from narrowboat.model.export import LICENCE_FILES, TEMPLATE, TOKENIZER_FILES, copy_files, merge
 from narrowboat.model.gguf_files import GgufType, convert_adapter, convert_model
 from narrowboat.model.saved import CONFIG_FILE, WEIGHTS_FILE, check_adapter, read_config
 from narrowboat.model.serving import advice, refusals
@@ -198,7 +198,7 @@ def _num_bytes_needed(source: _Source, base: Path, wish: Wish) -> int:
 def _merged(source: _Source, base: Path, draft: Draft, wish: Wish, tell: Tell) -> dict[str, Any]:
     quantize = "none" if wish.onto == "original" else source.model.quantize
     model = source.model.model_copy(update={"name": str(base), "quantize": quantize})
-    done = merge(model, source.adapter, draft, tell, quantize, wish.host_bytes)
+    done = merge(model, source.adapter, draft, tell, quantize, wish.host_bytes, _own_template(source))
     found: dict[str, Any] = asdict(done) | {"verified": None}
     room = wish.host_bytes or int(0.8 * host_memory().free_bytes)
     if wish.verified and done.base_bytes <= room:
@@ -223,7 +223,7 @@ def _alone(source: _Source, base: Path, draft: Draft, wish: Wish, tell: Tell) ->
     for path in (source.adapter / name for name in (CONFIG_FILE, WEIGHTS_FILE, MANIFEST)):
         if path.is_file():
             draft.write_blocks(path.name, _blocks(path))
-    copy_files(base, draft, BESIDE_ADAPTER)
+    copy_files(base, draft, BESIDE_ADAPTER, _own_template(source))
     if wish.gguf:
         path = draft.path / f"adapter.{wish.gguf}.gguf"
         convert_adapter(base, source.adapter, wish.gguf, path, source.model.trust_remote_code, tell)
@@ -235,8 +235,21 @@ def write_beside(draft: Draft, base: Path, model: str, options: Options, history
     """Write the files that a server needs beside an adapter: tokenizer, template, generation settings, licence,
     card.
     """
-    copy_files(base, draft, BESIDE_ADAPTER)
+    copy_files(base, draft, BESIDE_ADAPTER, template_file(options.data.chat_template))
     draft.write(CARD, card(model, base, options, history, merged=False).encode())
+
+
+def template_file(text: str) -> dict[str, bytes]:
+    """The file of the chat template ``text``; none where it is empty and the base's stands."""
+    return {TEMPLATE: text.encode()} if text else {}
+
+
+def _own_template(source: _Source) -> dict[str, bytes]:
+    """What the adapter was trained with: by its run's options, or by the file beside it."""
+    if source.options is not None:
+        return template_file(source.options.data.chat_template)
+    beside = source.adapter / TEMPLATE
+    return {TEMPLATE: beside.read_bytes()} if beside.is_file() else {}
 
 
 def _blocks(path: Path) -> Any:

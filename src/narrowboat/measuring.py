@@ -28,6 +28,7 @@ from narrowboat.events import Tell
 from narrowboat.exporting import base_of, run_of
 from narrowboat.machine.drafts import write_whole
 from narrowboat.machine.unforeseen import Work
+from narrowboat.model.export import TEMPLATE
 from narrowboat.model.saved import CONFIG_FILE, load_adapter_state, read_config
 from narrowboat.monitor.history import EVALUATION_FILE
 from narrowboat.options.load import load, load_back
@@ -201,5 +202,6 @@ def _options_of(adapter: Path, base: str) -> Options:
         "model.name": base, "lora.rank": config["r"], "lora.alpha": config["lora_alpha"], "lora.variants": variants,
         "lora.experts": "all" if config.get("target_parameters") else "none",
         "lora.targets": [f"re:{targets}"] if isinstance(targets, str) else sorted(targets),
+        "data.chat_template": str(template) if (template := adapter / TEMPLATE).is_file() else "",
         **as_it_was_trained(adapter),
     })  # fmt: skip

@@ -58,7 +58,7 @@ class Template:
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
                 f"The tokenizer of {self.name} has no chat template, so dialogues cannot be rendered; "
-                "take a model made for chat, or give the data as plain text"
+                "set data.chat_template, take a model made for chat, or give the data as plain text"
             )
         try:
             self._renderer = Renderer(tokenizer.chat_template, tokenizer.special_tokens_map)

@@ -41,9 +41,10 @@ BLOCK_BYTES = 64 * MIB
 LIVE_BLOCKS = 5
 """Blocks that are in memory together, at most."""
 
+TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "*.tiktoken", "chat_template.jinja", "chat_template.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "*.tiktoken", TEMPLATE, "chat_template.json",
 )  # fmt: skip
 MODEL_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -63,7 +64,13 @@ class Merged:
 
 
 def merge(
-    model: ModelOptions, adapter: Path, draft: Draft, tell: Tell, quantize: Quantize, host_bytes: int | None = None
+    model: ModelOptions,
+    adapter: Path,
+    draft: Draft,
+    tell: Tell,
+    quantize: Quantize,
+    host_bytes: int | None = None,
+    instead: Mapping[str, bytes] = {},
 ) -> Merged:
     """Write the base of ``model`` with ``adapter`` added in to ``draft``.
 
@@ -74,6 +81,7 @@ def merge(
         tell: hears when embedding and head part.
         quantize: what the base is held in for the sum; none for as its files have it.
         host_bytes: of host memory that may be taken; most of what is free if None.
+        instead: files to write in the place of the base's.
 
     Raises:
         ModelError: the base's files are not safetensors, or lack a weight that the adapter changes.
@@ -96,7 +104,7 @@ def merge(
     if merger.parted is not None:
         untied = _untied(source, merger.head, merger.parted)
         tell(Notice("Embedding and head differ now; both are written, and the configuration unties them."))
-    copy_files(source, draft, patterns, untied)
+    copy_files(source, draft, patterns, {**instead, **untied})
     num_bytes = sum(draft.stamps[file].size for file in files)
     return Merged(num_bytes, sum((source / file).stat().st_size for file in files), merger.num_changed)
 
@@ -108,7 +116,7 @@ def copy_files(source: Path, draft: Draft, patterns: tuple[str, ...], instead: M
         source: the model's folder.
         draft: takes the files.
         patterns: of their names.
-        instead: what to write in the place of some.
+        instead: what to write in the place of some, or beside them.
 
     Raises:
         OSError: the draft cannot be written.
@@ -118,6 +126,8 @@ def copy_files(source: Path, draft: Draft, patterns: tuple[str, ...], instead: M
         place = path.resolve()
         if place.is_file() and place.parent in (own, blobs) and any(fnmatch(path.name, p) for p in patterns):
             draft.write(path.name, instead.get(path.name) or place.read_bytes())
+    for name in instead.keys() - draft.stamps.keys():
+        draft.write(name, instead[name])
 
 
 class _Merger:

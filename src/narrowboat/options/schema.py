@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -38,6 +39,27 @@ def _listed(value: object) -> object:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+MOST_TEMPLATE_BYTES = 2**20
+_IS_TEMPLATE = re.compile(r"\{[{%]")
+
+
+def _template_text(value: object) -> object:
+    """The text of a chat template that is named by its file, so that a run knows it when the file is gone."""
+    if not isinstance(value, str) or not value or _IS_TEMPLATE.search(value):
+        return value
+    try:
+        with Path(value).expanduser().open("rb") as file:
+            content = file.read(MOST_TEMPLATE_BYTES + 1)
+        text = content.decode()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the file {value} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(content) > MOST_TEMPLATE_BYTES or not _IS_TEMPLATE.search(text):
+        raise ValueError(f"{value} is no chat template: a Jinja template of at most 1 MiB was expected")
+    return text
+
+
+ChatTemplate = Annotated[str, BeforeValidator(_template_text)]
 Variants = Annotated[tuple[Literal["rslora", "dora", "fa"], ...], BeforeValidator(_listed)]
 RankEntry = Annotated[str, StringConstraints(pattern=r"^.+=[1-9]\d*(/\d+(\.\d+)?)?$")]
 Monitors = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_listed)]
@@ -207,6 +229,11 @@ class DataOptions(Group):
         description="What an answer's beginning leaves out of the loss. empty_thoughts: an empty <think></think>; "
         "openings: everything that the chat template writes before the answer's own text. The generation prompt is "
         "never learnt.",
+    )
+    chat_template: ChatTemplate = Field(
+        "",
+        description="A Jinja chat template to use instead of the tokenizer's: the name of its file, or its text. It is "
+        "saved with the adapter.",
     )
     special_tokens: Literal["text", "control"] = Field(
         "text",
