@@ -193,6 +193,7 @@ def _engine(setting: Setting, wanted: Wanted, model: Any, optimizer: torch.optim
         carrier_for(model, options, wanted.data, setting.device, tell) if carries else None,  # type: ignore[arg-type]
         scheme_for(options),
         ranks=wanted.ranks,
+        noise=options.train.neftune_alpha,
     )
 
 

@@ -82,6 +82,7 @@ class Engine:
         contract: what the model asks for, if that is known.
         objective: what is learnt; cross-entropy with labels when not given.
         ranks: the processes of the run; this one alone when not given.
+        noise: alpha of NEFTune's noise on the embeddings in a step; 0 adds none.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Engine:
         contract: Contract | None = None,
         objective: Objective | None = None,
         ranks: Ranks | None = None,
+        noise: float = 0.0,
     ) -> None:
         self.model, self.optimizer, self.scale, self._tell = model, optimizer, scale, tell
         self.ranks = ranks or OneProcess()
@@ -106,7 +108,7 @@ class Engine:
         self._installed: Installed = install(model, plan, tell, contract)
         self.owner = self._installed.owner
         self.device, self.underway = self.owner.device, self._installed.underway
-        self._installed.scheme = scheme
+        self._installed.scheme, self._installed.noise = scheme, noise
         self.carrying = None if carrier is None else Carrying(carrier, self.device)
         self.feed: Feed = self.carrying or WholeRows(self._installed, pad_id, self.ranks)
         self._let_documents_wait(plan)

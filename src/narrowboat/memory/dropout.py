@@ -76,6 +76,13 @@ class Draw:
             rows.append(torch.cat(drawn)[start - blocks.start * BLOCK_TOKENS :][: stop - start])
         return torch.stack(rows)
 
+    def uniform(self, row: int, start: int, stop: int, width: int, device: torch.device) -> torch.Tensor:
+        """Numbers in [0, 1) for one row's tokens: ``[stop - start, width]``."""
+        blocks = range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS))
+        keys = [(self.seeds[row], *self.spot, block) for block in blocks]
+        drawn = torch.cat([_uniform(key, (BLOCK_TOKENS, width), device) for key in keys])
+        return drawn[start - blocks.start * BLOCK_TOKENS :][: stop - start]
+
     def weights(
         self, num_heads: int, queries: tuple[int, int], keys: tuple[int, int], device: torch.device
     ) -> torch.Tensor:
@@ -104,8 +111,7 @@ class Draw:
         return kept.to(dtype) / (1 - self.p)
 
     def _block(self, key: Sequence[int], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        generator = torch.Generator(device).manual_seed(_mix(*key))
-        return torch.rand(shape, generator=generator, device=device) >= self.p
+        return _uniform(key, shape, device) >= self.p
 
 
 class PlacedDropout:
@@ -226,6 +232,11 @@ def _weights(
 
 def _for_each_head(t: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return t.repeat_interleave(query.shape[1] // t.shape[1], 1)
+
+
+def _uniform(key: Sequence[int], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(_mix(*key))
+    return torch.rand(shape, generator=generator, device=device)
 
 
 def _mix(*numbers: int) -> int:

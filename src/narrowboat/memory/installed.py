@@ -25,6 +25,7 @@ from narrowboat.memory.dropout import PlacedDropout, PlacedFunctions, Whereabout
 from narrowboat.memory.layer_call import CACHE_NAMES, LayerCall
 from narrowboat.memory.layer_stream import stream_layer
 from narrowboat.memory.micro_batch import MicroBatch, refuse_unseparated, tokens_and_layout
+from narrowboat.memory.noise import add_noise
 from narrowboat.memory.recompute import recompute_layer, without_checkpointing
 from narrowboat.memory.router import Routers
 from narrowboat.memory.schemes import Scheme
@@ -58,6 +59,7 @@ class Installed:
         owner: of the model's bytes.
         plan: the plan that it runs under.
         scheme: of attention that is not full.
+        noise: alpha of NEFTune's noise on the embeddings while training; 0 adds none.
         underway: hears which layer and tile runs.
         run_layer: runs a layer instead of the plan while it is not None: ``(index, call) -> outputs``.
 
@@ -83,6 +85,7 @@ class Installed:
         self._check(plan)
         self.plan = plan
         self.scheme: Scheme | None = None
+        self.noise = 0.0
         self.run_layer: Callable[[int, LayerCall], list[torch.Tensor]] | None = None
         self._undo = ExitStack()
         self.underway = Underway(len(self._layers))
@@ -138,6 +141,7 @@ class Installed:
         undo.enter_context(forward_of(self._causal, self._forward))
         backbone = self.anatomy.backbone
         undo.enter_context(forward_of(backbone, partial(self._run_backbone, backbone.forward)))
+        undo.callback(self.anatomy.embedding.register_forward_hook(self._embedded).remove)
         self._unread = [
             Unread(layer.module, contract.unread) for layer, contract in zip(self._layers, self._contracts, strict=True)
         ]
@@ -191,6 +195,11 @@ class Installed:
         self._at(seeds, given.offset, 0, layout.num_tokens)
         stride, store = self.plan.input_stride, self.owner.inputs
         return MicroBatch(layout, seeds, Strided(store, stride) if stride > 1 else store, given)
+
+    def _embedded(self, _: torch.nn.Module, __: Any, embeddings: torch.Tensor) -> None:
+        if self.noise and self._batch is not None and self._causal.training:
+            batch = self._batch
+            add_noise(embeddings, self.noise, batch.layout, batch.seeds, batch.given.offset)
 
     def _layer(self, index: int, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A decoder layer's forward."""

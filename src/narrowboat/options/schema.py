@@ -546,7 +546,14 @@ class TrainOptions(Group):
     longest_first: bool = Field(
         True, description="Start each epoch with the longest row, so that a lack of memory shows in the first step."
     )
-    seed: int = Field(0, ge=0, description="Seed of data order, initial weights and dropout.")
+    seed: int = Field(0, ge=0, description="Seed of data order, initial weights, dropout and noise.")
+    neftune_alpha: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="NEFTune: add noise of this strength to the token embeddings in training steps, so that answers "
+        "are learnt less word for word; its authors use 5 to 15, and 0 adds none.",
+    )
     save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
     keep_best: bool = Field(
